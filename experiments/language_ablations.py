@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments import sweep
-from experiments.ablation import Ablation, Claim, make_experiment
+from experiments.ablation import SPIKES, Ablation, Claim
 from experiments.experiment import LANGUAGE, Setting
 from experiments.position_ablation import one_block_recipe
 from experiments.run_file import Trainings
@@ -66,68 +66,57 @@ def alibi_recipe(setting: Setting) -> Recipe:
     return one_block_recipe(setting, 256, position="alibi", attention_bias="log_context")
 
 
-NORM_STRUCTURE = make_experiment(
+_SMALLER = "2 layers of 64 instead of 1B parameters"
+NORM_STRUCTURE = Ablation(
+    norm_recipe,
+    NORMS,
+    "bits",
+    "held-out bits per byte",
+    (
+        Claim("Pre-norm sigmoid with ALiBi and -log n equals softmax at 2,048 tokens.", PRE, "same", SOFTMAX),
+        Claim("With RoPE and pre-norm, leaving out the bias makes sigmoid worse.", BARE, "higher", ROPE),
+        Claim("Hybrid-norm in place of a bias reaches softmax.", HYBRID, "same", SOFTMAX),
+        Claim("Hybrid-norm without a bias equals pre-norm with one.", HYBRID, "same", PRE),
+        Claim("With a bias, RoPE is worse than ALiBi.", ROPE, "higher", PRE),
+        Claim("Hybrid-norm needs no bias: with one it is not better.", BIASED_HYBRID, "same", HYBRID),
+    ),
+    TOLERANCE,
+    smoke=(SOFTMAX, PRE),
+    curves="attention_norm",
+    paper=("lm-1b-2k", "REDPAJAMA", "sigattn lm-eval"),
+).experiment(
     "norm-structure",
     "Pre-norm and hybrid-norm in language models",
     'Table "lm_norm_ablations", App. G.3',
-    Ablation(
-        norm_recipe,
-        NORMS,
-        "bits",
-        "held-out bits per byte",
-        (
-            Claim(
-                "Pre-norm sigmoid with ALiBi and -log n equals softmax at 2,048 tokens.",
-                PRE,
-                "same",
-                SOFTMAX,
-                TOLERANCE,
-            ),
-            Claim("With RoPE and pre-norm, leaving out the bias makes sigmoid worse.", BARE, "higher", ROPE, TOLERANCE),
-            Claim("Hybrid-norm in place of a bias reaches softmax.", HYBRID, "same", SOFTMAX, TOLERANCE),
-            Claim("Hybrid-norm without a bias equals pre-norm with one.", HYBRID, "same", PRE, TOLERANCE),
-            Claim("With a bias, RoPE is worse than ALiBi.", ROPE, "higher", PRE, TOLERANCE),
-            Claim("Hybrid-norm needs no bias: with one it is not better.", BIASED_HYBRID, "same", HYBRID, TOLERANCE),
-        ),
-        smoke=(SOFTMAX, PRE),
-        curves="attention_norm",
-        paper=("lm-1b-2k", "REDPAJAMA", "sigattn lm-eval"),
-    ),
-    {"smoke": 0.2, "small": 10.0, "paper": None},
+    10.0,
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps; held-out bits instead of nine evaluations",
+    f"{_SMALLER}, 256 bytes, 1,200 steps; held-out bits instead of nine evaluations",
     LANGUAGE,
 )
-LONG_NORM_STRUCTURE = make_experiment(
+LONG_NORM_STRUCTURE = Ablation(
+    long_norm_recipe,
+    LONG_NORMS,
+    "bits",
+    "held-out bits per byte",
+    (
+        Claim(
+            "At 4,096 tokens pre-norm sigmoid with a bias is slightly worse than softmax.", PRE, "higher", SOFTMAX, 0.0
+        ),
+        Claim("Hybrid-norm with a bias reaches softmax with hybrid-norm.", BIASED_HYBRID, "same", SOFT_HYBRID),
+        Claim("Hybrid-norm needs no bias: with one it is not better.", BIASED_HYBRID, "same", HYBRID),
+        Claim("Hybrid-norm improves on pre-norm with a bias.", HYBRID, "lower", PRE),
+    ),
+    TOLERANCE,
+    smoke=(PRE, HYBRID),
+    curves="attention_norm",
+    paper=("lm-1b-4k", "REDPAJAMA", "sigattn lm-eval"),
+).experiment(
     "norm-structure-4k",
     "Pre-norm and hybrid-norm in language models of twice the context",
     'Table "lm_norm_ablations" at 4,096 tokens, Fig. "1b_4k_nll", App. G.3',
-    Ablation(
-        long_norm_recipe,
-        LONG_NORMS,
-        "bits",
-        "held-out bits per byte",
-        (
-            Claim(
-                "At 4,096 tokens pre-norm sigmoid with a bias is slightly worse than softmax.", PRE, "higher", SOFTMAX
-            ),
-            Claim(
-                "Hybrid-norm with a bias reaches softmax with hybrid-norm.",
-                BIASED_HYBRID,
-                "same",
-                SOFT_HYBRID,
-                TOLERANCE,
-            ),
-            Claim("Hybrid-norm needs no bias: with one it is not better.", BIASED_HYBRID, "same", HYBRID, TOLERANCE),
-            Claim("Hybrid-norm improves on pre-norm with a bias.", HYBRID, "lower", PRE, TOLERANCE),
-        ),
-        smoke=(PRE, HYBRID),
-        curves="attention_norm",
-        paper=("lm-1b-4k", "REDPAJAMA", "sigattn lm-eval"),
-    ),
-    {"smoke": 0.2, "small": 12.0, "paper": None},
+    12.0,
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 512 bytes, 1,200 steps; held-out bits instead of nine evaluations",
+    f"{_SMALLER}, 512 bytes, 1,200 steps; held-out bits instead of nine evaluations",
     LANGUAGE,
 )
 STABILITY: dict[str, dict[str, Any]] = {
@@ -141,51 +130,50 @@ PAPER_STABILITY: Trainings = {
     "85M, 4k, softmax": ("lm-85m-2k-softmax", LONG_85M),
     "85M, 4k, sigmoid": ("lm-85m-2k", LONG_85M),
 }
-LANGUAGE_STABILITY = make_experiment(
+LANGUAGE_STABILITY = Ablation(
+    norm_recipe,
+    STABILITY,
+    "bits",
+    "held-out bits per byte",
+    (
+        Claim("QK-norm does not hurt softmax.", "softmax, QK-norm", "same", "softmax, no QK-norm"),
+        Claim(
+            "Sigmoid's gradient norm has more spikes than softmax's.",
+            "sigmoid, QK-norm",
+            "higher",
+            "softmax, QK-norm",
+            1.0,
+            SPIKES,
+        ),
+    ),
+    TOLERANCE,
+    curves="gradient_norm",
+    paper=(PAPER_STABILITY, "REDPAJAMA", "compare the metrics.jsonl of the runs"),
+).experiment(
     "lm-stability",
     "Language models: QK-norm of softmax, and gradient norms",
     'Figs. "lm_1b_qknorm", "lm_grad_norm", "85m_4k_nll", App. G.3',
-    Ablation(
-        norm_recipe,
-        STABILITY,
-        "bits",
-        "held-out bits per byte",
-        (
-            Claim("QK-norm does not hurt softmax.", "softmax, QK-norm", "same", "softmax, no QK-norm", TOLERANCE),
-            Claim(
-                "Sigmoid's gradient norm has more spikes than softmax's.",
-                "sigmoid, QK-norm",
-                "higher",
-                "softmax, QK-norm",
-                1.0,
-                metric="gradient_spikes",
-            ),
-        ),
-        curves="gradient_norm",
-        paper=(PAPER_STABILITY, "REDPAJAMA", "compare the metrics.jsonl of the runs"),
-    ),
-    {"smoke": 0.2, "small": 4.0, "paper": None},
+    4.0,
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps",
+    f"{_SMALLER}, 256 bytes, 1,200 steps",
     LANGUAGE,
 )
-LENGTH_POWER = make_experiment(
+LENGTH_POWER = Ablation(
+    alibi_recipe,
+    POWERS,
+    "loss",
+    "held-out loss, nats",
+    (
+        Claim("n^-1 is slightly worse than b = -log n.", "sigmoid, n^-1", "higher", "sigmoid, b = -log n"),
+        Claim("n^-0.5 is slightly worse than b = -log n.", "sigmoid, n^-0.5", "higher", "sigmoid, b = -log n"),
+        Claim("b = -log n equals softmax.", "sigmoid, b = -log n", "same", "softmax", TOLERANCE),
+    ),
+    curves="attention_norm",
+).experiment(
     "length-power",
     "Output divided by n or √n, or a bias of -log n",
     'Figs. "no_scaling", "seq_len_scaling", "sqrt_scaling", App. G.1',
-    Ablation(
-        alibi_recipe,
-        POWERS,
-        "loss",
-        "held-out loss, nats",
-        (
-            Claim("n^-1 is slightly worse than b = -log n.", "sigmoid, n^-1", "higher", "sigmoid, b = -log n"),
-            Claim("n^-0.5 is slightly worse than b = -log n.", "sigmoid, n^-0.5", "higher", "sigmoid, b = -log n"),
-            Claim("b = -log n equals softmax.", "sigmoid, b = -log n", "same", "softmax", TOLERANCE),
-        ),
-        curves="attention_norm",
-    ),
-    {"smoke": 0.2, "small": 5.0, "paper": None},
+    5.0,
     "1 GPU of 80 GB",
     "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536",
     LANGUAGE,

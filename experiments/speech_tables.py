@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.ablation import Claim
+from experiments.ablation import SPIKES, Claim
 from experiments.run_file import Trainings
-from experiments.speech import SpeechTable, speech_experiment
+from experiments.speech import LONGEST, speech_experiment
 
-TOLERANCE = 0.15  # of the baseline's errors, which are 3 to 30 % of the characters
-SPIKE = 1.0  # per run: the smallest difference of gradient spikes that would matter
 SOFTMAX: dict[str, Any] = {"activation": "softmax", "qk_norm": "none"}
 BIASES: dict[str, dict[str, Any]] = {
     "softmax, RoPE": {**SOFTMAX, "position": "rope"},
@@ -56,45 +54,26 @@ STRUCTURES: dict[str, dict[str, Any]] = {
 }
 LEARNED: dict[str, Any] = {"attention_bias": -10.0, "learn_bias": "layer"}
 IN_QUERY: dict[str, Any] = {"attention_bias": -5.0, "learn_bias": "query"}
+_LEARNED_OR_IN_QUERY: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "sigmoid, b = -10 learned": LEARNED,
+    "sigmoid, b = -10 learned, α = 1": {**LEARNED, "length_power": 1.0},
+    "sigmoid, b = -5 in Q": IN_QUERY,
+}
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "softmax": SOFTMAX,
+    "sigmoid": {},
+    "sigmoid without QK-norm": NO_QK,
+    "sigmoid without LayerScale": {"init_values": None},
+    "sigmoid without QK-norm and bias": {**NO_QK, "attention_bias": 0.0},
+    "sigmoid, b = -10 learned": LEARNED,
+    "sigmoid, b = -5 in Q": IN_QUERY,
+    "sigmoid, b = -5 in Q, without QK-norm": {**IN_QUERY, **NO_QK},
+}
 STABILITY: dict[str, dict[str, Any]] = {  # by position; rows of Table "asr-results" and Figs. "asr-spikes", "asr-logn"
-    f"{name}, {label}": {"position": position, **changes}
-    for position, label, rows in (
-        (
-            "cape",
-            "CAPE",
-            {
-                "softmax": SOFTMAX,
-                "sigmoid": {},
-                "sigmoid without QK-norm": NO_QK,
-                "sigmoid without LayerScale": {"init_values": None},
-                "sigmoid without QK-norm and bias": {**NO_QK, "attention_bias": 0.0},
-                "sigmoid, b = -10 learned": LEARNED,
-                "sigmoid, b = -5 in Q": IN_QUERY,
-                "sigmoid, b = -5 in Q, without QK-norm": {**IN_QUERY, **NO_QK},
-            },
-        ),
-        (
-            "rope",
-            "RoPE",
-            {
-                "sigmoid": {},
-                "sigmoid, b = -10 learned": LEARNED,
-                "sigmoid, b = -10 learned, α = 1": {**LEARNED, "length_power": 1.0},
-                "sigmoid, b = -5 in Q": IN_QUERY,
-            },
-        ),
-        (
-            "alibi",
-            "ALiBi",
-            {
-                "sigmoid": {},
-                "sigmoid, b = -10 learned": LEARNED,
-                "sigmoid, b = -10 learned, α = 1": {**LEARNED, "length_power": 1.0},
-                "sigmoid, b = -5 in Q": IN_QUERY,
-            },
-        ),
-    )
-    for name, changes in rows.items()
+    f"{name}, {label}": {"position": label.lower(), **changes}
+    for label, variants in (("CAPE", _WITHOUT), ("RoPE", _LEARNED_OR_IN_QUERY), ("ALiBi", _LEARNED_OR_IN_QUERY))
+    for name, changes in variants.items()
 }
 HYBRID: dict[str, Any] = {"position": "rope", "norm_placement": "hybrid_attention", "attention_bias": 0.0}
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -141,234 +120,151 @@ PAPER_STRUCTURES: Trainings = {
 }
 
 
-def _matches(position: str) -> Claim:
-    return Claim(
-        f"With {position} and b = -log n, sigmoid matches softmax.",
-        f"sigmoid, {position}, b = -log n",
-        "same",
-        f"softmax, {position}",
-        relative=TOLERANCE,
-    )
-
-
-RULED = "sigmoid, RoPE, b = -log n"
+RULED, LONGEST_OF_BATCH = "sigmoid, RoPE, b = -log n", "sigmoid, RoPE, b = -log of the batch's longest"
 BIAS = speech_experiment(
     "speech-bias",
     "Speech recognition: biases and positions, by length",
     'Tables "asr-results", "asr-results-ext", App. ASR',
-    SpeechTable(
-        BIASES,
-        (
-            *(_matches(position) for position in ("RoPE", "ALiBi", "CAPE")),
+    BIASES,
+    (
+        *(
             Claim(
-                "-log of the batch's longest sample is as good as each sample's own.",
-                "sigmoid, RoPE, b = -log of the batch's longest",
+                f"With {p} and b = -log n, sigmoid matches softmax.",
+                f"sigmoid, {p}, b = -log n",
                 "same",
-                RULED,
-                relative=TOLERANCE,
-            ),
+                f"softmax, {p}",
+            )
+            for p in ("RoPE", "ALiBi", "CAPE")
         ),
-        smoke=("softmax, RoPE", RULED, "sigmoid, RoPE, b = -log of the batch's longest"),
-        longer=(
-            Claim(
-                "On longer recordings, -log n with RoPE still matches softmax.",
-                RULED,
-                "same",
-                "softmax, RoPE",
-                relative=TOLERANCE,
-            ),
+        Claim("-log of the batch's longest sample is as good as each sample's own.", LONGEST_OF_BATCH, "same", RULED),
+        Claim(
+            "On longer recordings, -log n with RoPE still matches softmax.",
+            RULED,
+            "same",
+            "softmax, RoPE",
+            metric=LONGEST,
         ),
     ),
+    smoke=("softmax, RoPE", RULED, LONGEST_OF_BATCH),
 )
+CONFORMER, LEARNED_CONFORMER = "sigmoid, conformer", "sigmoid, conformer, b = -10, learned"
 STRUCTURE = speech_experiment(
     "speech-structure",
     "Speech recognition: depth, post-norm, hybrid-norm, conformer",
     'Tables "asr-pre-100h", "asr-post-100h", "asr-conformer", "asr-results-ext", App. ASR',
-    SpeechTable(
-        STRUCTURES,
-        (
-            *(
-                Claim(
-                    f"{text} matches softmax with CAPE, both without QK-norm ({layers}).",
-                    f"{name}, CAPE, {layers}",
-                    "same",
-                    f"softmax, CAPE, {layers}",
-                    relative=TOLERANCE,
-                )
-                for layers in ("1 layer", "3 layers")
-                for text, name in (
-                    ("b = -log n", "sigmoid without QK-norm"),
-                    ("b = 0", "sigmoid without QK-norm and bias"),
-                )
-            ),
+    STRUCTURES,
+    (
+        *(
             Claim(
-                "With post-norm, sigmoid is worse.",
-                "sigmoid, post-norm",
-                "higher",
-                "softmax, post-norm",
-                relative=TOLERANCE,
-            ),
-            Claim(
-                "A conformer with -log n matches.",
-                "sigmoid, conformer",
+                f"{text} matches softmax with CAPE, both without QK-norm ({layers}).",
+                f"{name}, CAPE, {layers}",
                 "same",
-                "softmax, conformer",
-                relative=TOLERANCE,
-            ),
+                f"softmax, CAPE, {layers}",
+            )
+            for layers in ("1 layer", "3 layers")
+            for text, name in (
+                ("b = -log n", "sigmoid without QK-norm"),
+                ("b = 0", "sigmoid without QK-norm and bias"),
+            )
         ),
-        smoke=(*list(DEPTHS)[:2], "sigmoid, conformer, b = -10, learned"),
-        longer=(
-            Claim(
-                "A conformer with a learned b = -10 fails on longer recordings, where -log n does not.",
-                "sigmoid, conformer, b = -10, learned",
-                "higher",
-                "sigmoid, conformer",
-                relative=1.0,  # to fail is more than to double the errors
-            ),
+        Claim("With post-norm, sigmoid is worse.", "sigmoid, post-norm", "higher", "softmax, post-norm"),
+        Claim("A conformer with -log n matches.", CONFORMER, "same", "softmax, conformer"),
+        Claim(
+            "A conformer with a learned b = -10 fails on longer recordings, where -log n does not.",
+            LEARNED_CONFORMER,
+            "higher",
+            CONFORMER,
+            1.0,  # to fail is more than to double the errors
+            LONGEST,
         ),
-        paper=PAPER_STRUCTURES,
     ),
+    smoke=(*list(DEPTHS)[:2], LEARNED_CONFORMER),
+    paper=PAPER_STRUCTURES,
 )
+
+
+def _spikes(text: str, name: str, baseline: str) -> Claim:
+    """Return the claim that gradients of ``name`` spike more often, where one spike in a run would matter."""
+    return Claim(text, name, "higher", baseline, 1.0, SPIKES)
+
+
 STABILITY_TABLE = speech_experiment(
     "speech-stability",
     "Speech recognition: what stabilises training",
     'Table "asr-results", Figs. "asr-spikes", "asr-logn", App. ASR',
-    SpeechTable(
-        STABILITY,
-        (
-            Claim(
-                "LayerScale is needed for generalisation.",
-                "sigmoid without LayerScale, CAPE",
-                "higher",
-                "sigmoid, CAPE",
-                relative=TOLERANCE,
-            ),
-            *(
-                Claim(
-                    f"A learned b = -10 is as good as -log n ({p}).",
-                    f"sigmoid, b = -10 learned, {p}",
-                    "same",
-                    f"sigmoid, {p}",
-                    relative=TOLERANCE,
-                )
-                for p in ("CAPE", "ALiBi")
-            ),
-            *(
-                Claim(
-                    f"b = -5 added to Q is as good as -log n ({p}).",
-                    f"sigmoid, b = -5 in Q, {p}",
-                    "same",
-                    f"sigmoid, {p}",
-                    relative=TOLERANCE,
-                )
-                for p in ("CAPE", "ALiBi")
-            ),
-            *(
-                Claim(
-                    f"Division by n is worse ({p}).",
-                    f"sigmoid, b = -10 learned, α = 1, {p}",
-                    "higher",
-                    f"sigmoid, b = -10 learned, {p}",
-                    relative=TOLERANCE,
-                )
-                for p in ("RoPE", "ALiBi")
-            ),
+    STABILITY,
+    (
+        Claim(
+            "LayerScale is needed for generalisation.", "sigmoid without LayerScale, CAPE", "higher", "sigmoid, CAPE"
         ),
-        smoke=("sigmoid, CAPE", "sigmoid, b = -5 in Q, CAPE"),
-        spikes=(
-            Claim(
-                "Without QK-norm gradients spike.", "sigmoid without QK-norm, CAPE", "higher", "sigmoid, CAPE", SPIKE
-            ),
-            Claim(
-                "Without QK-norm and bias gradients spike.",
-                "sigmoid without QK-norm and bias, CAPE",
-                "higher",
-                "softmax, CAPE",
-                SPIKE,
-            ),
-            Claim(
-                "With RoPE a bias in Q makes gradients spike.",
-                "sigmoid, b = -5 in Q, RoPE",
-                "higher",
-                "sigmoid, RoPE",
-                SPIKE,
-            ),
+        *(
+            Claim(f"{text} is as good as -log n ({p}).", f"{name}, {p}", "same", f"sigmoid, {p}")
+            for text, name in (
+                ("A learned b = -10", "sigmoid, b = -10 learned"),
+                ("b = -5 added to Q", "sigmoid, b = -5 in Q"),
+            )
+            for p in ("CAPE", "ALiBi")
         ),
-        curves=True,
+        *(
+            Claim(
+                f"Division by n is worse ({p}).",
+                f"sigmoid, b = -10 learned, α = 1, {p}",
+                "higher",
+                f"sigmoid, b = -10 learned, {p}",
+            )
+            for p in ("RoPE", "ALiBi")
+        ),
+        _spikes("Without QK-norm gradients spike.", "sigmoid without QK-norm, CAPE", "sigmoid, CAPE"),
+        _spikes("Without QK-norm and bias gradients spike.", "sigmoid without QK-norm and bias, CAPE", "softmax, CAPE"),
+        _spikes("With RoPE a bias in Q makes gradients spike.", "sigmoid, b = -5 in Q, RoPE", "sigmoid, RoPE"),
     ),
+    smoke=("sigmoid, CAPE", "sigmoid, b = -5 in Q, CAPE"),
+    curves=True,
 )
+NO_QK_HYBRID = "sigmoid, hybrid-norm, no QK-norm"
 HYBRID_TABLE = speech_experiment(
     "speech-hybrid",
     "Speech recognition: hybrid-norm, and the bias of the batch's longest sample",
     'Table "asr-results-ext", App. ASR',
-    SpeechTable(
-        HYBRIDS,
-        (
-            *(
-                Claim(f"Hybrid-norm {words} matches softmax.", name, "same", "softmax, RoPE", relative=TOLERANCE)
-                for words, name in (
-                    ("in place of the bias", "sigmoid, hybrid-norm"),
-                    ("in place of bias and QK-norm", "sigmoid, hybrid-norm, no QK-norm"),
-                )
-            ),
-            Claim(
-                "With hybrid-norm, the feed-forward layers' LayerScale is needed.",
-                "sigmoid, hybrid-norm, no QK-norm, no LayerScale",
-                "higher",
-                "sigmoid, hybrid-norm, no QK-norm",
-                relative=TOLERANCE,
-            ),
-            *(
-                Claim(
-                    f"-log of the batch's longest sample is as good as each sample's own ({p}).",
-                    f"sigmoid, {p}, b = -log of the batch's longest",
-                    "same",
-                    f"sigmoid, {p}",
-                    relative=TOLERANCE,
-                )
-                for p in ("CAPE", "ALiBi")
-            ),
+    HYBRIDS,
+    (
+        Claim("Hybrid-norm in place of the bias matches softmax.", "sigmoid, hybrid-norm", "same", "softmax, RoPE"),
+        Claim("Hybrid-norm in place of bias and QK-norm matches softmax.", NO_QK_HYBRID, "same", "softmax, RoPE"),
+        Claim(
+            "With hybrid-norm, the feed-forward layers' LayerScale is needed.",
+            f"{NO_QK_HYBRID}, no LayerScale",
+            "higher",
+            NO_QK_HYBRID,
         ),
-        smoke=("softmax, RoPE", "sigmoid, hybrid-norm, no QK-norm"),
-        curves=True,
+        *(
+            Claim(
+                f"-log of the batch's longest sample is as good as each sample's own ({p}).",
+                f"sigmoid, {p}, b = -log of the batch's longest",
+                "same",
+                f"sigmoid, {p}",
+            )
+            for p in ("CAPE", "ALiBi")
+        ),
     ),
+    smoke=("softmax, RoPE", NO_QK_HYBRID),
+    curves=True,
 )
 POST_TABLE = speech_experiment(
     "speech-post",
     "Speech recognition with post-norm",
     'Table "asr-post-100h", Fig. "asr-spikes", App. ASR',
-    SpeechTable(
-        POSTS,
-        (
-            *(
-                Claim(
-                    f"Sigmoid is worse than softmax ({p}).",
-                    f"sigmoid, {p}",
-                    "higher",
-                    f"softmax, {p}",
-                    relative=TOLERANCE,
-                )
-                for p in ("CAPE", "RoPE", "ALiBi")
-            ),
-            Claim(
-                "Without QK-norm and LayerScale sigmoid is better.",
-                "sigmoid, CAPE, neither",
-                "lower",
-                "sigmoid, CAPE",
-                relative=TOLERANCE,
-            ),
+    POSTS,
+    (
+        *(
+            Claim(f"Sigmoid is worse than softmax ({p}).", f"sigmoid, {p}", "higher", f"softmax, {p}")
+            for p in ("CAPE", "RoPE", "ALiBi")
         ),
-        smoke=("softmax, CAPE", "sigmoid, CAPE"),
-        spikes=(
-            Claim(
-                "Without LayerScale gradients spike.", "sigmoid, CAPE, no LayerScale", "higher", "sigmoid, CAPE", SPIKE
-            ),
-            Claim(
-                "Without a bias gradients spike.", "sigmoid, CAPE, b = 0, no QK-norm", "higher", "softmax, CAPE", SPIKE
-            ),
-        ),
-        curves=True,
-        paper="asr-ls100-post",
+        Claim("Without QK-norm and LayerScale sigmoid is better.", "sigmoid, CAPE, neither", "lower", "sigmoid, CAPE"),
+        _spikes("Without LayerScale gradients spike.", "sigmoid, CAPE, no LayerScale", "sigmoid, CAPE"),
+        _spikes("Without a bias gradients spike.", "sigmoid, CAPE, b = 0, no QK-norm", "softmax, CAPE"),
     ),
+    smoke=("softmax, CAPE", "sigmoid, CAPE"),
+    curves=True,
+    paper="asr-ls100-post",
 )
 EXPERIMENTS = (BIAS, STRUCTURE, STABILITY_TABLE, HYBRID_TABLE, POST_TABLE)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from experiments import sweep
-from experiments.ablation import Ablation, Claim, make_experiment
-from experiments.experiment import Setting
+from experiments.ablation import Ablation, Claim
+from experiments.experiment import Experiment, Setting
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -56,24 +56,34 @@ def base(setting: Setting) -> Recipe:
     return sweep.shortened(find_recipe("vit-supervised-tiny"), setting.steps(4, 400), setting.scaled(8, 128, None))
 
 
-_PAPER = ("vit-supervised", "IMAGENET", "read validation_top1 in the last line of each metrics.jsonl")
-_HARDWARE = "8 GPUs of 80 GB"
 _DIFFERS = "handwritten digits of 8 × 8 pixels instead of ImageNet, 2 layers of 64, 400 steps, LayerScale from 0.01"
-TOLERANCE = 0.03  # of the accuracy
-_SAME = Claim("Sigmoid matches softmax.", "sigmoid", "same", "softmax", TOLERANCE)
+_SAME = Claim("Sigmoid matches softmax.", "sigmoid", "same", "softmax")
 
 
-ABLATIONS = make_experiment(
-    "vision-ablations",
-    "Supervised vision: QK-norm, LayerScale, key heads, activations",
-    'Fig. 10, Sect. "Ablations"',
-    Ablation(
-        base,
+def _experiment(
+    name: str,
+    title: str,
+    source: str,
+    small_minutes: float,
+    variants: dict[str, dict[str, Any]],
+    claims: tuple[Claim, ...],
+    differs: str = _DIFFERS,
+    **study: Any,
+) -> Experiment:
+    paper = ("vit-supervised", "IMAGENET", "read validation_top1 in the last line of each metrics.jsonl")
+    ablation = Ablation(base, variants, "top1", "held-out top-1", claims, tolerance=0.03, paper=paper, **study)
+    return ablation.experiment(name, title, source, small_minutes, "8 GPUs of 80 GB", differs)
+
+
+EXPERIMENTS = (
+    _experiment(
+        "vision-ablations",
+        "Supervised vision: QK-norm, LayerScale, key heads, activations",
+        'Fig. 10, Sect. "Ablations"',
+        7.0,
         VARIANTS,
-        "top1",
-        "held-out top-1",
         (
-            Claim("With LayerScale, sigmoid needs no QK-norm.", "sigmoid, no QK-norm", "same", "sigmoid", TOLERANCE),
+            Claim("With LayerScale, sigmoid needs no QK-norm.", "sigmoid, no QK-norm", "same", "sigmoid"),
             Claim(
                 "Without LayerScale, sigmoid's accuracy falls (by 1 %).",
                 "sigmoid, no LayerScale",
@@ -81,77 +91,46 @@ ABLATIONS = make_experiment(
                 "sigmoid",
                 0.01,
             ),
-            Claim(
-                "One key head is as good as all, for sigmoid.", "sigmoid, one key head", "same", "sigmoid", TOLERANCE
-            ),
-            Claim(
-                "One key head is as good as all, for softmax.", "softmax, one key head", "same", "softmax", TOLERANCE
-            ),
-            Claim("ReLU with QK-norm and LayerScale is as good as sigmoid.", "relu", "same", "sigmoid", TOLERANCE),
-            Claim("GELU with both is as good as sigmoid.", "gelu", "same", "sigmoid", TOLERANCE),
-            Claim("Tanh is worse.", "tanh", "lower", "sigmoid", TOLERANCE),
-            Claim("ReLU² needs QK-norm and LayerScale.", "relu², neither", "lower", "relu²", TOLERANCE),
+            Claim("One key head is as good as all, for sigmoid.", "sigmoid, one key head", "same", "sigmoid"),
+            Claim("One key head is as good as all, for softmax.", "softmax, one key head", "same", "softmax"),
+            Claim("ReLU with QK-norm and LayerScale is as good as sigmoid.", "relu", "same", "sigmoid"),
+            Claim("GELU with both is as good as sigmoid.", "gelu", "same", "sigmoid"),
+            Claim("Tanh is worse.", "tanh", "lower", "sigmoid"),
+            Claim("ReLU² needs QK-norm and LayerScale.", "relu², neither", "lower", "relu²"),
             _SAME,
         ),
         smoke=("sigmoid", "softmax", "relu²"),
-        paper=_PAPER,
     ),
-    {"smoke": 0.2, "small": 7.0, "paper": None},
-    _HARDWARE,
-    _DIFFERS,
-)
-LAYERSCALE_FREE = make_experiment(
-    "layerscale-free",
-    "Vision without LayerScale: temperature and bias learned",
-    'Fig. "layerscale_free_sigmoid", App. Vision',
-    Ablation(
-        base,
+    _experiment(
+        "layerscale-free",
+        "Vision without LayerScale: temperature and bias learned",
+        'Fig. "layerscale_free_sigmoid", App. Vision',
+        3.0,
         FREE,
-        "top1",
-        "held-out top-1",
         (
             Claim(
                 "With learned t and b, sigmoid without LayerScale and QK-norm reaches softmax.",
                 LEARNED,
                 "same",
                 "softmax",
-                TOLERANCE,
             ),
-            Claim(
-                "So it does from t = 10, after an epoch-long plateau.",
-                f"{LEARNED}, from t = 10",
-                "same",
-                "softmax",
-                TOLERANCE,
-            ),
-            Claim("It is better than without learning them.", LEARNED, "higher", "sigmoid, neither", TOLERANCE),
+            Claim("So it does from t = 10, after an epoch-long plateau.", f"{LEARNED}, from t = 10", "same", "softmax"),
+            Claim("It is better than without learning them.", LEARNED, "higher", "sigmoid, neither"),
         ),
+        f"{_DIFFERS}; t = 1 as well as the paper's 10, whose plateau of 25 epochs is longer than this training",
         smoke=("softmax", LEARNED),
         learned=lambda top1: top1 > 0.5,  # from t = 10 the plateau is longer than the training at the small scale
-        paper=_PAPER,
     ),
-    {"smoke": 0.2, "small": 3.0, "paper": None},
-    _HARDWARE,
-    f"{_DIFFERS}; t = 1 as well as the paper's 10, whose plateau of 25 epochs is longer than this training",
-)
-RELAXATIONS = make_experiment(
-    "relaxations",
-    "Vision with sigmoid, softmax, linear attention and Performer",
-    'Fig. "attention_relaxations", App. Vision',
-    Ablation(
-        base,
+    _experiment(
+        "relaxations",
+        "Vision with sigmoid, softmax, linear attention and Performer",
+        'Fig. "attention_relaxations", App. Vision',
+        3.0,
         RELAXED,
-        "top1",
-        "held-out top-1",
         (
             _SAME,
-            Claim("Linear attention is worse than sigmoid.", "linear", "lower", "sigmoid", TOLERANCE),
-            Claim("Performer is worse than sigmoid.", "performer", "lower", "sigmoid", TOLERANCE),
+            Claim("Linear attention is worse than sigmoid.", "linear", "lower", "sigmoid"),
+            Claim("Performer is worse than sigmoid.", "performer", "lower", "sigmoid"),
         ),
-        paper=_PAPER,
     ),
-    {"smoke": 0.2, "small": 3.0, "paper": None},
-    _HARDWARE,
-    _DIFFERS,
 )
-EXPERIMENTS = (ABLATIONS, LAYERSCALE_FREE, RELAXATIONS)

@@ -17,7 +17,6 @@ import torch
 from scipy import stats
 
 from experiments import (
-    ablation,
     cache,
     dropped_keys,
     intervals,
@@ -28,7 +27,7 @@ from experiments import (
     sigma_accuracy,
     sweep,
 )
-from experiments.ablation import Claim
+from experiments.ablation import SPIKES, Ablation, Claim
 from experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Result, Setting, Stored
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
@@ -220,23 +219,29 @@ def test_k_summation_counts_the_lowest_loss_of_twenty_evaluations(tmp_path, monk
     assert {(row["losses"][0], row["last"][0]) for row in result.data} == {(0.1, 0.8)}
 
 
+def judge(claims, values, spikes=(), **study):
+    """Return the findings of an ablation whose metric has these values by variant."""
+    rows = [{"variant": n, "cer": v, **({"gradient_spikes": spikes[n]} if spikes else {})} for n, v in values.items()]
+    return Ablation(lambda _: None, {}, "cer", "CER", claims, **study).judge(rows, "small")
+
+
 def test_claims_about_models_that_have_not_learned_are_not_shown():
     claims = [Claim("x is worse.", "x", "higher", "y", 1.0), Claim("z is worse.", "z", "higher", "y", 1.0)]
     values = {"x": [99.0, 100.0, 100.0], "y": [5.0, 5.1, 4.9], "z": [50.0, 51.0, 52.0]}
-    found = ablation.check_claims(claims, values, lambda errors: errors < 90)
-    assert [f.verdict for f in found] == ["not shown", "agrees"]
-    assert found[0].evidence.endswith("; not learned: x")
-    claims = [replace(claims[0], metric="gradient_spikes")]  # zero spikes are no sign of an untrained model
-    spikes = ablation.Ablation(lambda _: None, {}, "cer", "CER", claims, learned=bool)
-    rows = [{"variant": n, "cer": [0.0, 0.0], "gradient_spikes": v} for n, v in (("x", [9.0, 9.5]), ("y", [0.0, 0.0]))]
-    assert [f.verdict for f in spikes.judge(rows, "small")] == ["agrees"]
+    findings = judge(claims, values, learned=lambda errors: errors < 90)
+    assert [f.verdict for f in findings] == ["not shown", "agrees"]
+    assert findings[0].evidence.endswith("; not learned: x")
+    claims = [Claim("x is worse.", "x", "higher", "y", 1.0, SPIKES)]  # zero spikes are no sign of an untrained model
+    (finding,) = judge(claims, {"x": [0.0], "y": [0.0]}, {"x": [9.0, 9.5], "y": [0.0, 0.0]}, learned=bool)
+    assert finding.verdict == "agrees"
 
 
 def test_a_tolerance_may_be_a_part_of_the_baseline():
-    claim = Claim("x is as good as y.", "x", "same", "y", relative=0.15)
+    claim = Claim("x is as good as y.", "x", "same", "y")
     errors = {"x": [3.0, 3.1, 3.2], "y": [2.0, 2.1, 2.2]}
-    (small,) = ablation.check_claims([claim], errors)
-    (large,) = ablation.check_claims([claim], {n: [20 + e for e in values] for n, values in errors.items()})
+    (small,) = judge([claim], errors, tolerance=0.15, relative=True)
+    larger = {n: [20 + e for e in values] for n, values in errors.items()}
+    (large,) = judge([claim], larger, tolerance=0.15, relative=True)
     assert (small.verdict, large.verdict) == ("differs", "equivalent")
     assert small.evidence.endswith(", tolerance 0.315")
 

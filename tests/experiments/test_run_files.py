@@ -21,20 +21,13 @@ SPEECH = (speech_tables.STABILITY, speech_tables.HYBRIDS, speech_tables.POSTS, s
 LANGUAGE = (language_ablations.NORMS, language_ablations.LONG_NORMS, language_ablations.STABILITY)
 
 
-def trainings(experiment):
-    """Return the trainings of an experiment at the paper's scale, None if it runs there itself."""
-    study = experiment.run
-    paper = study.paper[0] if isinstance(study.paper, tuple) else study.paper
-    return {name: (paper, changes) for name, changes in study.variants.items()} if isinstance(paper, str) else paper
-
-
-@pytest.mark.parametrize("name", [name for name, e in TABLES.items() if trainings(e) is not None])
+@pytest.mark.parametrize("name", [name for name, e in TABLES.items() if e.run.trainings])
 def test_commands_parse_to_the_settings(name, tmp_path):
     """Of all commands, those with a flag and value that no command before them has."""
     with pytest.raises(ExperimentError, match="run sigattn train with the lines of"):
         EXPERIMENTS[name].run(Setting("paper", 2, tmp_path))
     lines = [line for line in (tmp_path / "runs.sh").read_text().splitlines() if not line.startswith("#")]
-    expected = [pair for _ in range(2) for pair in trainings(EXPERIMENTS[name]).values()]
+    expected = [pair for _ in range(2) for pair in EXPERIMENTS[name].run.trainings.values()]
     assert len(lines) == len(set(lines)) == len(expected)
     known = set()
     for i, (line, (recipe, changes)) in enumerate(zip(lines, expected, strict=True)):
@@ -106,8 +99,7 @@ def test_all_rows_of_the_papers_language_table():
 def test_every_claim_names_variants_and_the_smallest_scale_checks_one():
     for experiment in TABLES.values():
         study = experiment.run
-        claims = [*study.claims, *getattr(study, "longer", ()), *getattr(study, "spikes", ())]
-        assert all({claim.name, claim.baseline} <= study.variants.keys() for claim in claims)
+        assert all({claim.name, claim.baseline} <= study.variants.keys() for claim in study.claims)
         smoke = set(study.smoke or study.variants)
         assert smoke <= study.variants.keys()
-        assert any({claim.name, claim.baseline} <= smoke for claim in claims)
+        assert any({claim.name, claim.baseline} <= smoke for claim in study.claims)
