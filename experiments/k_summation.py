@@ -265,7 +265,7 @@ def hoyer_sparsity(weights: Tensor) -> float:
 
 def _samples(model: SequenceModel) -> Tensor:
     """Return 40 held-out samples of the model's length."""
-    samples: Tensor = next(iter(synthetic.KSummation(model.config.seq_len, held_out=40).validation(40)))[0]
+    samples: Tensor = next(iter(synthetic.KSummationData(model.config.seq_len, held_out=40).validation(40)))[0]
     return samples
 
 

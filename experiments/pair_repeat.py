@@ -43,7 +43,7 @@ def measure_accuracy_over_lengths(setting: Setting) -> Result:
     variants = {"sigmoid": recipe, "softmax": recipe.softmax(), "mlp": recipe.with_transformer(kind="mlp")}
     outcomes = sweep.train_variants(setting, variants)
     problem = datasets.load_dataset(recipe, None)
-    assert isinstance(problem, synthetic.PairRepeat)
+    assert isinstance(problem, synthetic.PairRepeatData)
     lengths = setting.scaled((5, 8), tuple(range(5, 13)), tuple(range(5, 23)))
     data: list[Row] = []
     for name, runs in outcomes.items():

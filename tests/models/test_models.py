@@ -15,8 +15,10 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.text_classifier import TextClassifier, TextClassifierConfig
 from sigattn.models.transformer import recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
+from sigattn.nn.attention import Attention
 from sigattn.recipes.registry import find_recipe
 
 VISION = ViTConfig(num_layers=2, embed_dim=16, num_heads=2, image_size=8, patch_size=4, channels=1, num_classes=5)
@@ -28,7 +30,7 @@ MAE = MaskedAutoencoderConfig(
 )
 LANGUAGE = LanguageModelConfig(vocab_size=11, max_seq_len=16, num_layers=2, embed_dim=16, num_heads=2)
 SEQUENCE = SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=6)
-SMALL = {"vision": VISION, "masked-autoencoder": MAE, "speech": SPEECH, "language": LANGUAGE, "sequence": SEQUENCE}
+TINY = {name: kind().tiny() for name, kind in MODELS.items()}
 
 
 def millions(config):
@@ -287,7 +289,7 @@ def test_what_the_paper_found_unstable_is_warned_of_once(config, message):
 class TestSaving:
     @pytest.mark.parametrize("name", MODELS)
     def test_a_model_comes_back_without_its_class_being_named(self, name, tmp_path):
-        model = build(SMALL[name]).eval()
+        model = build(TINY[name]).eval()
         save(model, tmp_path / "new" / "folder")
         again = load(str(tmp_path / "new" / "folder"))
         assert type(again) is type(model)
@@ -313,9 +315,6 @@ class TestSaving:
             ("config.json", "model.safetensors", "SHA256SUMS"), 0o666 & ~mask
         )
 
-    def test_every_kind_is_tested(self):
-        assert set(SMALL) == set(MODELS)
-
     def test_what_cannot_be_loaded(self, tmp_path):
         with pytest.raises(ModelError, match="FileNotFoundError"):
             load(tmp_path)
@@ -338,22 +337,17 @@ class TestSaving:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_reports_and_recording(name):
-    model = build(SMALL[name]).train()
-    inputs = {
-        "language": lambda: torch.zeros(2, 9, dtype=torch.long),
-        "speech": lambda: torch.randn(2, 20, 6),
-        "sequence": lambda: torch.randn(2, 6),
-    }.get(name, lambda: torch.randn(2, 1, 8, 8))()
-    report = model.attention_report(inputs)
-    layers = {"masked-autoencoder": 3, "sequence": 1}.get(name, 2)
-    assert len(report) == layers
+    model = build(TINY[name]).train()
+    inputs = TINY[name].example_inputs()
+    report = model.attention_report(*inputs)
+    assert len(report) == sum(isinstance(module, Attention) for module in model.modules())
     for statistics in report:
-        assert statistics.row_mass_mean.shape == (2, 2)
+        assert statistics.row_mass_mean.shape == (2, 4)
         assert (statistics.row_mass_mean > 0).all()
         assert statistics.max_logit.isfinite().all()
     assert model.training
     with recording(model) as recorded:
-        model(inputs)
+        model(*inputs)
         assert all((layer.output_frobenius_norm > 0).all() for layer in recorded)
         assert all(layer.statistics is None for layer in recorded)
 
@@ -384,6 +378,22 @@ def test_context_bias():
     assert model.blocks[0].attention.attention_bias.value == -math.log(197)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("position", ["rope", "alibi", "none"])
+def test_padding_does_not_affect_the_class_of_a_text(position):
+    model = TextClassifier(TextClassifierConfig(num_layers=2, embed_dim=16, num_heads=2, position=position)).eval()
+    tokens = torch.randint(256, (2, 20))
+    logits = model(tokens, torch.tensor([20, 11]))
+    padded = torch.cat([tokens, torch.randint(256, (2, 5))], 1)
+    torch.testing.assert_close(model(padded, torch.tensor([20, 11])), logits)
+    torch.testing.assert_close(model(tokens[1:, :11]), logits[1:])
+    assert not torch.allclose(model(tokens.roll(1, 1)), model(tokens), atol=1e-6) or position == "none"
+    with pytest.raises(ValueError, match="513 tokens do not fit in a context of 512"):
+        model(torch.zeros(1, 513, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"lengths must be \(batch,\) = \(2,\), got \(1,\)"):
+        model(tokens, torch.tensor([3]))
+
+
 @pytest.mark.parametrize("kind", ["transformer", "mlp"])
 def test_sequence_models(kind):
     numbers = SequenceModel(replace(SEQUENCE, kind=kind))
@@ -396,8 +406,8 @@ def test_sequence_models(kind):
 
 @pytest.mark.parametrize(
     "config",
-    [*SMALL.values(), CONFORMER, replace(VISION, position="sincos")],
-    ids=[*SMALL, "conformer", "sincos"],
+    [*TINY.values(), CONFORMER, replace(VISION, position="sincos")],
+    ids=[*TINY, "conformer", "sincos"],
 )
 def test_under_autocast_the_residual_stream_keeps_float32(config):
     """bfloat16 has 8 bits: what a LayerScale of 1e-4 adds would be lost."""
@@ -406,12 +416,7 @@ def test_under_autocast_the_residual_stream_keeps_float32(config):
     for name, module in model.named_modules():
         if name.endswith(("attention_norm", "feed_forward_norm")) or ".norms." in name:
             module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-    inputs = {
-        LanguageModelConfig: lambda: torch.zeros(2, 9, dtype=torch.long),
-        SpeechModelConfig: lambda: torch.randn(2, 20, 6),
-        SequenceModelConfig: lambda: torch.randn(2, 6),
-    }.get(type(config), lambda: torch.randn(2, 1, 8, 8))()
     with torch.autocast("cpu", torch.bfloat16):
-        model(inputs)
+        model(*config.example_inputs())
     assert seen
     assert set(seen) == {torch.float32}

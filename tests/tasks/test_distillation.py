@@ -118,7 +118,7 @@ def test_divergence_of_equal_outputs_is_zero():
 
 
 def test_refused(tmp_path):
-    with pytest.raises(SettingsError, match="task=MaskedAutoencoding"):
+    with pytest.raises(SettingsError, match="predict distributions, not MaskedAutoencoding"):
         Distillation(task=MaskedAutoencoding(), teacher=str(tmp_path))
     with pytest.raises(ValueError, match="weight must be"):
         Distillation(task=LanguageModelling(), teacher=str(tmp_path), weight=0.0)

@@ -239,7 +239,7 @@ class TestCTC:
 
 class TestSynthetic:
     def test_k_summation(self):
-        data = synthetic.KSummation(10, 3)
+        data = synthetic.KSummationData(10, 3)
         inputs, sums = data.batch(0, 200, seed=0)
         values, chosen = inputs.chunk(2, 1)
         assert (chosen.sum(1) == 3).all()
@@ -255,10 +255,10 @@ class TestSynthetic:
         expected = (model(inputs) - sums).square().mean()
         torch.testing.assert_close(task.loss(model, (inputs, sums)), expected)
         with pytest.raises(ValueError, match="length must be even and k within"):
-            synthetic.KSummation(10, 6)
+            synthetic.KSummationData(10, 6)
 
     def test_pair_repeat(self):
-        data = synthetic.PairRepeat(num_symbols=3, max_length=12, lengths=(6, 9))
+        data = synthetic.PairRepeatData(num_symbols=3, max_length=12, lengths=(6, 9))
         symbols, answers = data.batch(0, 400, seed=0)
         lengths = (symbols < 3).sum(1)
         assert set(lengths.tolist()) == {6, 9}
@@ -274,7 +274,7 @@ class TestSynthetic:
         assert ((held < 3).sum(1) == 11).all()
         assert len(held) == 1024
         with pytest.raises(ValueError, match="lengths within 4"):
-            synthetic.PairRepeat(lengths=(3,))
+            synthetic.PairRepeatData(lengths=(3,))
 
     def test_pair_repeat_metrics(self):
         class Fixed(torch.nn.Module):

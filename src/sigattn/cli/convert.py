@@ -19,15 +19,11 @@ from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.files import write_text
 from sigattn.models import saving
-from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.language import LanguageModelConfig
-from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.vision import ViTConfig
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.fitted_bias import FITTED
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes.registry import RECIPES
 from sigattn.tasks import Distillation, Task
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
@@ -38,14 +34,6 @@ from sigattn.validation import (
     check_output_folder,
     check_positive,
 )
-
-# recipes whose task and data are those of a model folder without a run
-_RECIPES: dict[type, str] = {
-    LanguageModelConfig: "lm-1b-2k-tiny",
-    ViTConfig: "vit-supervised-tiny",
-    MaskedAutoencoderConfig: "vit-mae-tiny",
-    SpeechModelConfig: "asr-ls960-tiny",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,19 +138,12 @@ def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
     elif not (model_folder / "config.json").exists():
         raise DataError(f"{source} holds neither a run (run.json) nor a model (config.json and model.safetensors)")
     else:
-        config: Any = saving.load(model_folder).config
-        if type(config) not in _RECIPES:
-            raise SettingsError(
-                f"{source} holds a model of {type(config).__name__} without a run: name the run's folder"
-            )
-        recipe = dataclasses.replace(find_recipe(_RECIPES[type(config)]), model=config)
+        recipe = _recipe_of_model(source, saving.load(model_folder).config)
     if recipe.transformer.activation != "softmax":
         raise SettingsError(
             f"{source} holds a model with activation={recipe.transformer.activation!r}: only softmax is converted"
         )
-    with torch.device("meta"):
-        module = recipe.task.build(recipe.model)
-    if recipe.task.backbone(module) is not module:
+    if not _saves_all_layers(recipe):
         raise SettingsError(
             f"{source} was trained with {type(recipe.task).__name__}, whose additional layers are not saved: convert "
             "its model in Python with sigattn.convert"
@@ -174,6 +155,26 @@ def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
         folder=options.folder or source.with_name(f"{source.resolve().name}-sigmoid"),
     )
     return recipe, model_folder, options
+
+
+def _recipe_of_model(source: Path, config: Any) -> Recipe:
+    """Return a tiny recipe, whose task and data are those of a model without a run, with the model's configuration.
+
+    Raises:
+        SettingsError: if models of this class are trained for several tasks, or for one that adds layers.
+    """
+    recipes = [recipe for make in RECIPES.values() if type((recipe := make()).model) is type(config)]
+    recipes = [recipe for recipe in recipes if _saves_all_layers(recipe)]
+    if len({type(recipe.task) for recipe in recipes}) != 1:
+        raise SettingsError(f"{source} holds a model of {type(config).__name__} without a run: name the run's folder")
+    return dataclasses.replace(recipes[0].tiny(), model=config)
+
+
+def _saves_all_layers(recipe: Recipe) -> bool:
+    """Return True if the task adds no layers to the model; added layers are not saved."""
+    with torch.device("meta"):
+        module = recipe.task.build(recipe.model)
+    return recipe.task.backbone(module) is module
 
 
 def _training(recipe: Recipe, options: ConvertConfig) -> dict[str, Any]:

@@ -82,14 +82,14 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
             training=dict,
         )
         recipe = find_recipe(about["recipe"])
-        training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
-        model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
+        parts = {"model": type(recipe.model), "task": type(recipe.task), "training": TrainConfig}
+        settings: dict[str, Any] = {name: saving.from_dict(kind, about[name]) for name, kind in parts.items()}
         tokenizer = None if about["tokenizer"] is None else folder / TOKENIZER
         check_files(folder, [RUN] if tokenizer is None else [RUN, TOKENIZER])
     except (OSError, FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:
         raise DataError(f"cannot read the run in {folder}: {error}") from error
     data = None if about["data"] is None else Path(about["data"])
-    return dataclasses.replace(recipe, model=model, task=task, training=training), data, tokenizer
+    return dataclasses.replace(recipe, **settings), data, tokenizer
 
 
 def load_language_model(folder: Path) -> tuple[LanguageModel, Any, int | None]:

@@ -5,9 +5,10 @@ from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch
 from sigattn.data.digits import Digits
 from sigattn.data.documents import iter_documents
 from sigattn.data.images import ImageFolder
+from sigattn.data.labelled_text import LabelledText, load_labelled_text
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
-from sigattn.data.synthetic import KSummation, PairRepeat
+from sigattn.data.synthetic import KSummationData, PairRepeatData
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
 from sigattn.data.unreadable import UnreadableFiles
@@ -19,8 +20,9 @@ __all__ = [
     "DataError",
     "Digits",
     "ImageFolder",
-    "KSummation",
-    "PairRepeat",
+    "KSummationData",
+    "LabelledText",
+    "PairRepeatData",
     "PlaceholderBatch",
     "Speech",
     "StreamedText",
@@ -31,6 +33,7 @@ __all__ = [
     "group_by_duration",
     "iter_documents",
     "librispeech",
+    "load_labelled_text",
     "load_packed",
     "load_text",
     "load_tokenizer",

@@ -37,6 +37,7 @@ class Digits(Data):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._train, self._held = order[360:], order[:360]
         self._images, self._labels = images, torch.tensor(digits.target)
+        self.classes: list[str] = [str(digit) for digit in range(10)]
         self.num_views = num_views
         self.labels = labels
         self.strength = strength

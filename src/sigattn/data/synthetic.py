@@ -11,7 +11,7 @@ from sigattn.data.dataset import Batch, Data, sample_generator
 from sigattn.validation import SettingsError
 
 
-class KSummation(Data):
+class KSummationData(Data):
     """Sequences of length / 2 normal numbers and a mask of as many zeros and k ones that marks the numbers to add.
 
     Args:
@@ -22,7 +22,9 @@ class KSummation(Data):
 
     def __init__(self, length: int = 40, k: int = 1, held_out: int = 2048) -> None:
         if length % 2 or not 1 <= k <= length // 2:
-            raise SettingsError(f"KSummation: length must be even and k within 1 … length / 2, got {length} and {k}")
+            raise SettingsError(
+                f"KSummationData: length must be even and k within 1 … length / 2, got {length} and {k}"
+            )
         self.length = length
         self.k = k
         self.held_out = held_out
@@ -50,7 +52,7 @@ class KSummation(Data):
         return torch.cat([values, chosen], 1), (values * chosen).sum(1, keepdim=True)
 
 
-class PairRepeat(Data):
+class PairRepeatData(Data):
     """Sequences of symbols and the answer if their first pair occurs again; in half of them it does, at random indices.
 
     Args:
@@ -65,7 +67,7 @@ class PairRepeat(Data):
     ) -> None:
         if num_symbols < 2 or not all(4 <= n <= max_length for n in lengths):
             raise SettingsError(
-                f"PairRepeat: needs num_symbols ≥ 2 and lengths within 4 … {max_length}, got {num_symbols} and "
+                f"PairRepeatData: needs num_symbols ≥ 2 and lengths within 4 … {max_length}, got {num_symbols} and "
                 f"{tuple(lengths)}"
             )
         self.num_symbols = num_symbols

@@ -26,15 +26,38 @@ class Task(ABC):
             cannot be split into micro-batches.
         needs_whole_sequences: True if the loss needs all positions of a sequence on one process, so that context
             parallelism is not supported.
+        has_labels: True if a batch of images contains their classes.
+        num_views: number of augmented views of each image in a batch.
+        predicts_distributions: True if the model's outputs are distributions, which ``distributions`` returns.
     """
 
     metric: str
     needs_whole_batch = False
     needs_whole_sequences = False
+    has_labels = True
+    num_views = 1
+    predicts_distributions = False
 
-    @abstractmethod
     def build(self, model: Any) -> nn.Module:
         """Return the module to train: the model of a configuration and any layers that the objective adds."""
+        module: nn.Module = model.build()
+        return module
+
+    def tiny(self) -> Task:
+        """Return the objective of a recipe's small form."""
+        return self
+
+    @property
+    def cost(self) -> float:
+        """Number of forward and backward passes for each sample of a batch."""
+        return float(self.num_views)
+
+    def distributions(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the logits in a model's output, (…, classes), and the weights, (…), of their mean in the loss.
+
+        The weights are None if all are equal.
+        """
+        raise NotImplementedError(f"the outputs of {type(self).__name__} are no distributions")
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -4,12 +4,13 @@
 """
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
-from sigattn.models.config import TransformerConfig
+from sigattn.models.config import ModelConfig, TransformerConfig
 from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.text_classifier import TextClassifier, TextClassifierConfig
 from sigattn.models.transformer import Transformer, recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
 
@@ -20,12 +21,15 @@ __all__ = [
     "LanguageModelConfig",
     "MaskedAutoencoder",
     "MaskedAutoencoderConfig",
+    "ModelConfig",
     "ModelError",
     "SamplingConfig",
     "SequenceModel",
     "SequenceModelConfig",
     "SpeechModel",
     "SpeechModelConfig",
+    "TextClassifier",
+    "TextClassifierConfig",
     "Transformer",
     "TransformerConfig",
     "ViT",

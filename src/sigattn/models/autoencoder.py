@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.models.config import ModelConfig
 from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.models.vision import ImageSinusoids, ViT, ViTConfig
 from sigattn.nn.initialization import initialize
@@ -17,7 +19,7 @@ from sigattn.validation import check_at_least, check_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedAutoencoderConfig:
+class MaskedAutoencoderConfig(ModelConfig):
     """Configuration of a masked autoencoder: an encoder of the visible patches and a decoder that predicts all.
 
     Attributes:
@@ -38,6 +40,29 @@ class MaskedAutoencoderConfig:
     def __post_init__(self) -> None:
         check_at_least(1, self, "decoder_num_layers", "decoder_embed_dim", "decoder_num_heads")
         check_fraction(self, "mask_ratio")
+
+    def build(self) -> MaskedAutoencoder:
+        return MaskedAutoencoder(self)
+
+    @property
+    def transformer(self) -> ViTConfig:
+        """Configuration of the encoder."""
+        return self.encoder
+
+    def with_transformer(self, **changes: Any) -> MaskedAutoencoderConfig:
+        return replace(self, encoder=replace(self.encoder, **changes))
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Number of visible patches."""
+        return self.encoder.grid_size**2 * (1 - self.mask_ratio)
+
+    def tiny(self) -> MaskedAutoencoderConfig:
+        small = self.encoder.tiny()
+        return replace(self, encoder=small, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
+
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        return self.encoder.example_inputs(batch_size)
 
 
 class MaskedAutoencoder(Transformer):

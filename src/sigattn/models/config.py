@@ -1,10 +1,14 @@
-"""Configuration of a stack of transformer blocks, the base class of the models' configurations."""
+"""Base classes of the models' configurations: of any model, and of a stack of transformer blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import AttentionBias
@@ -17,9 +21,48 @@ from sigattn.nn.norm import Norm
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.validation import check_at_least, check_bool, check_finite, check_not_negative, check_probability
 
+Config = TypeVar("Config", bound="TransformerConfig")
+
+
+class ModelConfig(ABC):
+    """Configuration of a model; subclasses are frozen dataclasses, listed in ``sigattn.models.saving.MODELS``.
+
+    Attributes:
+        supports_context_parallel: True if a sequence may be split over processes: the attention is the only layer that
+            mixes positions, and reads ``Transformer.sequence_shard``.
+    """
+
+    supports_context_parallel: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Create the model, with initial weights, on PyTorch's default device."""
+
+    @property
+    @abstractmethod
+    def transformer(self) -> TransformerConfig:
+        """Configuration of the transformer blocks; of the encoder's if there are several stacks."""
+
+    @abstractmethod
+    def with_transformer(self, **changes: Any) -> ModelConfig:
+        """Return a copy with fields of ``transformer`` changed."""
+
+    @property
+    @abstractmethod
+    def tokens_per_sample(self) -> float:
+        """Number of positions that the blocks compute for a sample; for speech, for a second."""
+
+    @abstractmethod
+    def tiny(self) -> ModelConfig:
+        """Return a small form that trains in minutes on 2 cores, with the same positions, norms and bias."""
+
+    @abstractmethod
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        """Return random inputs of the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(ModelConfig):
     """Configuration of a stack of transformer blocks.
 
     Attributes:
@@ -84,6 +127,32 @@ class TransformerConfig:
         check_not_negative(self, "init_values")
         check_probability(self, "dropout", "drop_path")
         check_bool(self, "use_bias")
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """This configuration."""
+        return self
+
+    def with_transformer(self: Config, **changes: Any) -> Config:
+        return dataclasses.replace(self, **changes)
+
+    def tiny(self: Config) -> Config:
+        """Return a form of 2 layers of width 64.
+
+        LayerScale starts at 0.01: within some hundred steps it does not grow enough from 1e-4, and from 0.1 sigmoid
+        attention without a bias learns less well (docs/log.md).
+        """
+        shared = self.num_kv_heads
+        return dataclasses.replace(
+            self,
+            num_layers=2,
+            embed_dim=64,
+            num_heads=4,
+            mlp_dim=None,
+            num_kv_heads=None if shared is None else max(1, 4 * shared // self.num_heads),
+            init_values=None if self.init_values is None else 0.01,
+            drop_path=min(self.drop_path, 0.1),
+        )
 
     @property
     def effective_mlp_dim(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -53,11 +53,25 @@ class LanguageModelConfig(TransformerConfig):
     initialization: Initialization = "fan_in"
 
     DEFAULT_BIAS: ClassVar[float | Rule] = "log_context"
+    supports_context_parallel: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "vocab_size", "max_seq_len")
         check_bool(self, "tie_embeddings")
+
+    def build(self) -> LanguageModel:
+        return LanguageModel(self)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        return float(self.max_seq_len)
+
+    def tiny(self) -> LanguageModelConfig:
+        return replace(super().tiny(), vocab_size=256, max_seq_len=256)
+
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        return (torch.randint(self.vocab_size, (batch_size, self.max_seq_len)),)
 
     def make_block(self, layer: int) -> Block:
         """Create the block of a layer, 0 … num_layers - 1.

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,23 @@ from sigattn.files import (
     write_checksums,
     write_text,
 )
-from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
-from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.models.sequence import SequenceModel, SequenceModelConfig
-from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.vision import ViT, ViTConfig
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.config import ModelConfig
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.sequence import SequenceModelConfig
+from sigattn.models.speech import SpeechModelConfig
+from sigattn.models.text_classifier import TextClassifierConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.validation import SettingsError
 
-ModelConfig = LanguageModelConfig | ViTConfig | MaskedAutoencoderConfig | SpeechModelConfig | SequenceModelConfig
-
-MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
-    "language": (LanguageModelConfig, LanguageModel),
-    "vision": (ViTConfig, ViT),
-    "masked-autoencoder": (MaskedAutoencoderConfig, MaskedAutoencoder),
-    "speech": (SpeechModelConfig, SpeechModel),
-    "sequence": (SequenceModelConfig, SequenceModel),
+Config = TypeVar("Config")
+MODELS: dict[str, type[ModelConfig]] = {
+    "language": LanguageModelConfig,
+    "vision": ViTConfig,
+    "masked-autoencoder": MaskedAutoencoderConfig,
+    "speech": SpeechModelConfig,
+    "sequence": SequenceModelConfig,
+    "text-classifier": TextClassifierConfig,
 }
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -51,16 +53,9 @@ class ModelError(Exception):
 
 
 def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.Module:
-    """Create the model of a configuration on a device; None for PyTorch's default device.
-
-    Raises:
-        TypeError: if the configuration is not one of this library's models.
-    """
-    for kind, model in MODELS.values():
-        if type(config) is kind:
-            with torch.device(device if device is not None else torch.get_default_device()):
-                return model(config)
-    raise TypeError(f"{type(config).__name__} is not the configuration of a model")
+    """Create the model of a configuration on a device; None for PyTorch's default device."""
+    with torch.device(device if device is not None else torch.get_default_device()):
+        return config.build()
 
 
 def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None = None) -> None:
@@ -74,12 +69,10 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
         TypeError: if the model is not one of this library's.
         OSError: if a file cannot be written, or ``folder`` is a file.
     """
-    # isinstance, because FSDP makes a subclass of a model's class
-    name = next((n for n, (_, kind) in MODELS.items() if isinstance(model, kind)), None)
+    config: Any = getattr(model, "config", None)
+    name = next((name for name, kind in MODELS.items() if type(config) is kind), None)
     if name is None:
-        known = ", ".join(k.__name__ for _, k in MODELS.values())
-        raise TypeError(f"save supports {known}, got {type(model).__name__}")
-    config: Any = model.config
+        raise TypeError(f"save supports the models of sigattn.models, got {type(model).__name__}")
     folder = Path(folder)
     if folder.is_file():
         raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, not a file", str(folder))
@@ -139,8 +132,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     _refuse_transformers(folder)
     try:
         description = read_json_object(folder / CONFIG, model=str, config=dict)
-        kind, _ = MODELS[description["model"]]
-        config = from_dict(kind, description["config"])
+        config = from_dict(MODELS[description["model"]], description["config"])
         check_files(folder, (CONFIG, WEIGHTS))
         model = build(config, "meta").to_empty(device=device)
         _refill_buffers(model)
@@ -163,21 +155,25 @@ def _refuse_transformers(folder: Path) -> None:
     )
 
 
-def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
-    """Create a configuration from its JSON object.
+def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
+    """Create a configuration, a dataclass, from its JSON object: lists become tuples, objects configurations.
 
     Raises:
         SettingsError: for an unknown field, as in files of another version.
     """
-    if kind is MaskedAutoencoderConfig:
-        values = {**values, "encoder": from_dict(ViTConfig, values["encoder"])}
-    if kind is SequenceModelConfig:
-        values = {**values, "mlp_dims": tuple(values["mlp_dims"])}
-    if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(kind)}):
+    types = get_type_hints(kind)
+    fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    if unknown := sorted(values.keys() - {field.name for field in fields}):
         raise SettingsError(
             f"{kind.__name__} has no {', '.join(unknown)}: these settings were written by another version of sigattn"
         )
-    return kind(**values)
+
+    def read(name: str, value: Any) -> Any:
+        if dataclasses.is_dataclass(types[name]):
+            return from_dict(types[name], value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return kind(**{name: read(name, value) for name, value in values.items()})
 
 
 def _refill_buffers(model: nn.Module) -> None:

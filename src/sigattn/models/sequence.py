@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -47,6 +47,20 @@ class SequenceModelConfig(TransformerConfig):
         super().__post_init__()
         check_at_least(1, self, "seq_len", "num_outputs", "mlp_dims")
         check_at_least(0, self, "num_symbols")
+
+    def build(self) -> SequenceModel:
+        return SequenceModel(self)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        return float(self.seq_len)
+
+    def tiny(self) -> SequenceModelConfig:
+        return replace(super().tiny(), num_layers=self.num_layers, mlp_dims=(64, 64))
+
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        shape = (batch_size, self.seq_len)
+        return (torch.randint(self.num_symbols, shape) if self.num_symbols else torch.randn(shape),)
 
 
 class MLPHead(nn.Sequential):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -75,6 +75,21 @@ class SpeechModelConfig(TransformerConfig):
                 f"stride at their defaults; got kernel_size={self.kernel_size}, stride={self.stride}, "
                 f"num_mel_bins={self.num_mel_bins}"
             )
+
+    def build(self) -> SpeechModel:
+        return SpeechModel(self)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Number of positions for a second of speech."""
+        return 1 / (self.step * self.frames_per_step)
+
+    def tiny(self) -> SpeechModelConfig:
+        return replace(super().tiny(), conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
+
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        """Return frames and lengths, which differ if there are several samples."""
+        return torch.randn(batch_size, 60, self.num_mel_bins), torch.linspace(60, 41, batch_size).long()
 
     @property
     def frames_per_step(self) -> int:

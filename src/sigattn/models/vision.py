@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -56,6 +56,19 @@ class ViTConfig(TransformerConfig):
         check_at_least(1, self, "image_size", "patch_size", "channels")
         check_at_least(0, self, "num_classes")
         check_bool(self, "dynamic_img_size", "freeze_patch_embed")
+
+    def build(self) -> ViT:
+        return ViT(self)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        return float(self.num_tokens)
+
+    def tiny(self) -> ViTConfig:
+        return replace(super().tiny(), image_size=8, patch_size=2, channels=1, num_classes=10)
+
+    def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
+        return (torch.randn(batch_size, self.channels, self.image_size, self.image_size),)
 
     @property
     def grid_size(self) -> int:

@@ -7,7 +7,7 @@
 """
 
 from sigattn.recipes.datasets import load_dataset, load_held_out
-from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
 
-__all__ = ["GUIDE", "RECIPES", "DataConfig", "Recipe", "RecipeError", "find_recipe", "load_dataset", "load_held_out"]
+__all__ = ["GUIDE", "RECIPES", "DataSource", "Recipe", "RecipeError", "find_recipe", "load_dataset", "load_held_out"]

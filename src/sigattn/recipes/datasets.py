@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
-from sigattn.data import synthetic
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.digits import Digits
@@ -23,17 +24,9 @@ from sigattn.data.tokens import (
     load_tokenizer,
     tokenize_corpus,
 )
+from sigattn.data.transforms import Augmentation
 from sigattn.data.unreadable import UnreadableFiles
-from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.language import LanguageModelConfig
-from sigattn.models.sequence import SequenceModelConfig
-from sigattn.models.speech import SpeechModelConfig
-from sigattn.recipes.recipe import Recipe
-from sigattn.tasks.byol import BYOL
-from sigattn.tasks.ctc import CTC
-from sigattn.tasks.mae import MaskedAutoencoding
-from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.synthetic import KSummation, PairRepeat
+from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.validation import SettingsError
 
 LIBRISPEECH_SPLITS = ("dev-clean", "dev-other", "test-clean", "test-other")
@@ -55,18 +48,10 @@ def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = 
         DataError: if the data is missing, or not of the kind that the recipe needs.
         SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
-    others = (LanguageModelConfig, SequenceModelConfig, SpeechModelConfig)
-    if workers and (path is None or isinstance(recipe.model, others)):
+    if workers and (path is None or not recipe.data.takes_workers):
         raise SettingsError(f"workers={workers} is for folders of images, and {recipe.name} reads none: leave it out")
-    if isinstance(recipe.model, LanguageModelConfig):
-        return _text(recipe.model, path, tokenizer)
-    if tokenizer is not None:
-        raise SettingsError(f"{recipe.name} is not a language model and takes no tokenizer")
-    if isinstance(recipe.model, SequenceModelConfig):
-        return _drawn(recipe, recipe.model, path)
-    if isinstance(recipe.model, SpeechModelConfig):
-        return _speech(recipe, recipe.model, path)
-    return _images(recipe, path, workers)
+    _check_tokenizer(recipe, tokenizer)
+    return recipe.data.load(recipe, path, tokenizer, workers)
 
 
 def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
@@ -80,56 +65,58 @@ def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None =
         DataError: if the data is missing, or not of the kind that the recipe needs.
         SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
-    if path is None or not isinstance(recipe.model, SpeechModelConfig):
-        return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
-    assert isinstance(recipe.task, CTC)
-    tokens, mels = CharTokenizer(recipe.task.alphabet), recipe.model.num_mel_bins
-    parts: dict[str, tuple[Sequence[Utterance], UnreadableFiles | None]]
-    if splits := [name for name in LIBRISPEECH_SPLITS if (path / name).is_dir()]:
-        files = {name: UnreadableFiles("recording") for name in splits}
-        parts = {name: (librispeech(path, [name], unreadable), unreadable) for name, unreadable in files.items()}
-    elif (path / "legacy").is_dir():
-        by_duration = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
-        parts = {name: (part, None) for name, part in by_duration.items() if part}
-    else:
-        return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
-    return {n: Speech((), part, tokens, num_mel_bins=mels, unreadable=u) for n, (part, u) in parts.items()}
+    _check_tokenizer(recipe, tokenizer)
+    return recipe.data.load_held_out(recipe, path, tokenizer)
 
 
-def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
-    if path is not None and path.suffix == ".bin":
-        own = find_packed_tokenizer(path, tokenizer)
-        text = load_packed(path, model.vocab_size, model.max_seq_len)
-        return TextData(text, model.max_seq_len, tokenizer=None if own is None else file_sha256(own))
-    if tokenizer is None:
-        if model.vocab_size != 256:
+def _check_tokenizer(recipe: Recipe, tokenizer: Path | None) -> None:
+    if tokenizer is not None and not recipe.data.takes_tokenizer:
+        raise SettingsError(f"{recipe.name} is not a language model and takes no tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(DataSource):
+    """Text of a language model, as bytes or as the tokens of a tokenizer."""
+
+    takes_tokenizer: ClassVar[bool] = True
+
+    def tiny(self) -> TextSource:
+        return replace(self, name="CPython's documentation, as bytes")
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
+        model: Any = recipe.model
+        length, vocab_size = model.max_seq_len, model.vocab_size
+        if path is not None and path.suffix == ".bin":
+            packed_with = find_packed_tokenizer(path, tokenizer)
+            text = load_packed(path, vocab_size, length)
+            return TextData(text, length, tokenizer=None if packed_with is None else file_sha256(packed_with))
+        if tokenizer is None:
+            return self._load_bytes(path, length, vocab_size)
+        if path is None:
             raise SettingsError(
-                f"a vocabulary of {model.vocab_size} tokens needs a tokenizer (sigattn tokenizer makes one) or a .bin "
+                "a tokenizer needs a text: a file, or a folder of .txt, .jsonl, .parquet and others", "data"
+            )
+        vocabulary = load_tokenizer(tokenizer)
+        if is_streamed(path):
+            check_vocabulary(vocabulary.get_vocab_size(), vocab_size)
+            name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
+            encode = document_encoder(vocabulary)
+            return StreamedText(lambda: hub_documents(path), name, encode, length, vocab_size=vocab_size)
+        text = tokenize_corpus(path, vocabulary, vocab_size, length)
+        return TextData(text, length, tokenizer=file_sha256(tokenizer))
+
+    def _load_bytes(self, path: Path | None, length: int, vocab_size: int) -> Data:
+        if vocab_size != 256:
+            raise SettingsError(
+                f"a vocabulary of {vocab_size} tokens needs a tokenizer (sigattn tokenizer makes one) or a .bin "
                 "file of sigattn pack; bytes need a vocabulary of 256",
                 "tokenizer",
                 "data",
                 "model.vocab_size",
             )
         if path is not None and is_streamed(path):
-            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.max_seq_len)
-        return TextData(TokenText.split(load_text(path), model.max_seq_len), model.max_seq_len)
-    if path is None:
-        raise SettingsError(
-            "a tokenizer needs a text: a file, or a folder of .txt, .jsonl, .parquet and others", "data"
-        )
-    vocabulary = load_tokenizer(tokenizer)
-    if is_streamed(path):
-        check_vocabulary(vocabulary.get_vocab_size(), model.vocab_size)
-        name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
-        return StreamedText(
-            lambda: hub_documents(path),
-            name,
-            document_encoder(vocabulary),
-            model.max_seq_len,
-            vocab_size=model.vocab_size,
-        )
-    text = tokenize_corpus(path, vocabulary, model.vocab_size, model.max_seq_len)
-    return TextData(text, model.max_seq_len, tokenizer=file_sha256(tokenizer))
+            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, length)
+        return TextData(TokenText.split(load_text(path), length), length)
 
 
 def _streamed(path: Path) -> str:
@@ -145,62 +132,106 @@ def _bytes(document: str) -> list[int]:
     return list((document + "\n\n").encode())
 
 
-def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
-    if path is not None:
-        raise SettingsError(f"{recipe.name} generates its data: name none", "data")
-    if isinstance(recipe.task, KSummation):
-        return synthetic.KSummation(model.seq_len, recipe.task.k)
-    assert isinstance(recipe.task, PairRepeat)
-    return synthetic.PairRepeat(model.num_symbols, model.seq_len, recipe.task.lengths)
+@dataclass(frozen=True, kw_only=True)
+class SpeechSource(DataSource):
+    """Recordings with transcripts: LibriSpeech, or the spoken digits.
+
+    Attributes:
+        librispeech: training folders of LibriSpeech; empty for the spoken digits.
+        spec_augment_from: step from which recordings are masked by SpecAugment; None turns it off.
+    """
+
+    librispeech: tuple[str, ...] = ()
+    spec_augment_from: int | None = None
+
+    def tiny(self) -> SpeechSource:
+        # SpecAugment's masks are made for recordings of fifteen seconds; these have about two
+        return replace(self, name="spoken digits (FSDD)", librispeech=(), spec_augment_from=None)
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
+        if path is None:
+            raise SettingsError(f"{recipe.name} trains on {self.name}: name its folder", "data")
+        if not path.exists():
+            raise DataError(f"no such file or folder: {path}")
+        unreadable, archive = UnreadableFiles("recording"), None
+        if self.librispeech:
+            training = librispeech(path, self.librispeech, unreadable)
+            held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
+        else:
+            training, held_out, archive = spoken_digits(path, unreadable=unreadable)
+        return self._speech(recipe, training, held_out, archive=archive, unreadable=unreadable)
+
+    def load_held_out(self, recipe: Recipe, path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
+        if path is not None and (splits := [name for name in LIBRISPEECH_SPLITS if (path / name).is_dir()]):
+            parts: dict[str, Data] = {}
+            for name in splits:
+                unreadable = UnreadableFiles("recording")
+                utterances = librispeech(path, [name], unreadable)
+                parts[name] = self._speech(recipe, (), utterances, unreadable=unreadable)
+            return parts
+        if path is not None and (path / "legacy").is_dir():
+            by_duration = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
+            return {name: self._speech(recipe, (), part) for name, part in by_duration.items() if part}
+        return super().load_held_out(recipe, path, tokenizer)
+
+    def _speech(
+        self, recipe: Recipe, training: Sequence[Utterance], held_out: Sequence[Utterance], **options: Any
+    ) -> Speech:
+        model: Any = recipe.model
+        task: Any = recipe.task
+        return Speech(
+            training,
+            held_out,
+            CharTokenizer(task.alphabet),
+            num_mel_bins=model.num_mel_bins,
+            spec_augment_from=self.spec_augment_from,
+            **options,
+        )
 
 
-def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
-    if path is None:
-        raise SettingsError(f"{recipe.name} trains on {recipe.data.name}: name its folder", "data")
-    if not path.exists():
-        raise DataError(f"no such file or folder: {path}")
-    assert isinstance(recipe.task, CTC)
-    tokens, unreadable = CharTokenizer(recipe.task.alphabet), UnreadableFiles("recording")
-    archive = None
-    if recipe.data.librispeech:
-        training = librispeech(path, recipe.data.librispeech, unreadable)
-        held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
-    else:
-        training, held_out, archive = spoken_digits(path, unreadable=unreadable)
-    return Speech(
-        training,
-        held_out,
-        tokens,
-        num_mel_bins=model.num_mel_bins,
-        spec_augment_from=recipe.data.spec_augment_from,
-        archive=archive,
-        unreadable=unreadable,
-    )
+@dataclass(frozen=True, kw_only=True)
+class ImageSource(DataSource):
+    """Folder of images with train/CLASS and val/CLASS, or scikit-learn's handwritten digits.
 
+    Attributes:
+        augmentation: augmentation of image folders (``ImageFolder``).
+        jitter: strength of the colour jitter of image folders.
+    """
 
-def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
-    vision = recipe.transformer
-    size, channels = getattr(vision, "image_size", 0), getattr(vision, "channels", 0)
-    paired = isinstance(recipe.task, (SimCLR, BYOL))
-    labels = not paired and not isinstance(recipe.task, MaskedAutoencoding)
-    assert labels or paired or isinstance(recipe.model, MaskedAutoencoderConfig)
-    if path is None:
-        if (size, channels) != (8, 1):
+    augmentation: Augmentation = "none"
+    jitter: float = 0.5
+    takes_workers: ClassVar[bool] = True
+
+    def tiny(self) -> ImageSource:
+        return replace(self, name="scikit-learn's handwritten digits")
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
+        model: Any = recipe.transformer
+        data: Digits | ImageFolder
+        if path is not None:
+            data = ImageFolder(
+                path,
+                model.image_size,
+                self.augmentation,
+                labels=recipe.task.has_labels,
+                jitter=self.jitter,
+                workers=workers,
+            )
+        elif (model.image_size, model.channels) == (8, 1):
+            data = Digits(num_views=recipe.task.num_views, labels=recipe.task.has_labels)
+        else:
             raise SettingsError(
-                f"{recipe.name} trains on {recipe.data.name}: name a folder with train/CLASS and val/CLASS, or "
+                f"{recipe.name} trains on {self.name}: name a folder with train/CLASS and val/CLASS, or "
                 "train its tiny form on handwritten digits",
                 "data",
                 "tiny",
             )
-        _check_classes(labels, "the set of handwritten digits", 10, vision)
-        return Digits(num_views=2 if paired else 1, labels=labels)
-    augmentation, jitter = recipe.data.augmentation, recipe.data.jitter
-    data = ImageFolder(path, size, augmentation, labels=labels, jitter=jitter, workers=workers)
-    _check_classes(labels, str(path), len(data.classes), vision)
-    return data
+        if recipe.task.has_labels:
+            check_classes(str(path or "the set of handwritten digits"), data.classes, model)
+        return data
 
 
-def _check_classes(labels: bool, name: str, found: int, vision: object) -> None:
-    classes = getattr(vision, "num_classes", 0)
-    if labels and found != classes:
-        raise SettingsError(f"{name} has {found} classes and the model {classes}", "model.num_classes")
+def check_classes(name: str, classes: Sequence[str], model: Any) -> None:
+    """Raise SettingsError if a data set has more or fewer classes than the model."""
+    if len(classes) != model.num_classes:
+        raise SettingsError(f"{name} has {len(classes)} classes and the model {model.num_classes}", "model.num_classes")

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sigattn.models.language import LanguageModelConfig
-from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.datasets import TextSource
+from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 
 MILLION = 1 << 20  # tokens
+TINY = {"max_steps": 600, "batch_size": 16, "learning_rate": 4e-3}
 
 
 def lm_85m_2k() -> Recipe:
@@ -127,7 +129,8 @@ def _language(
             checkpoint_every=1000,
             log_attention_every=100,
         ),
-        data=DataConfig(name="RedPajama"),
+        tiny_training=TINY,
+        data=TextSource(name="RedPajama"),
         paper=paper,
     )
 
@@ -167,7 +170,8 @@ def _lm_kappa(k: int, parameters: str) -> Callable[[], Recipe]:
                 validate_every=1 << 10,
                 checkpoint_every=1 << 10,
             ),
-            data=DataConfig(name="C4, realnews split, T5 tokens"),
+            tiny_training=TINY,
+            data=TextSource(name="C4, realnews split, T5 tokens"),
             paper="QK-norm makes the loss insensitive to the learning rate",
         )
 
@@ -223,7 +227,8 @@ def lm_realnews() -> Recipe:
             eval_batch_size=8,
             checkpoint_every=4096,
         ),
-        data=DataConfig(name="C4, realnews split, T5 tokens"),
+        tiny_training=TINY,
+        data=TextSource(name="C4, realnews split, T5 tokens"),
         paper="with b = -10, training loss equals softmax's",
     )
 

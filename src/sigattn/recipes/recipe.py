@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from torch import nn
 
+from sigattn.data.dataset import Data
 from sigattn.data.task import Task
-from sigattn.data.transforms import SMALL_VIEWS, Augmentation
-from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.config import TransformerConfig
-from sigattn.models.language import LanguageModelConfig
-from sigattn.models.saving import ModelConfig, build
-from sigattn.models.sequence import SequenceModelConfig
-from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.vision import ViTConfig
-from sigattn.tasks.byol import BYOL
-from sigattn.tasks.simclr import SimCLR
+from sigattn.models.config import ModelConfig, TransformerConfig
+from sigattn.models.saving import build
 from sigattn.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Training data of a recipe and its augmentation.
+class DataSource(ABC):
+    """Data set of a recipe, loaded for its model and task.
 
     Attributes:
         name: name of the data set.
-        librispeech: training folders of LibriSpeech; empty for other recordings, the spoken digits.
-        spec_augment_from: step from which recordings are masked by SpecAugment; None turns it off.
-        augmentation: augmentation of image folders (``ImageFolder``).
-        jitter: strength of the colour jitter of image folders.
+        takes_tokenizer: True if ``load`` has a use for a tokenizer.
+        takes_workers: True if ``load`` has a use for processes that read files.
     """
 
     name: str
-    librispeech: tuple[str, ...] = ()
-    spec_augment_from: int | None = None
-    augmentation: Augmentation = "none"
-    jitter: float = 0.5
+    takes_tokenizer: ClassVar[bool] = False
+    takes_workers: ClassVar[bool] = False
+
+    @abstractmethod
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
+        """Load training and held-out data; arguments and errors as in ``load_dataset``."""
+
+    def load_held_out(self, recipe: Recipe, path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
+        """Load named parts of evaluation data, by default one with an empty name."""
+        return {"": self.load(recipe, path, tokenizer, 0)}
+
+    def tiny(self) -> DataSource:
+        """Return the data set of the recipe's small form."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,8 @@ class Recipe:
         task: training objective.
         training: settings of the training loop.
         data: data set and augmentation.
-        paper: results that the paper reports.
+        tiny_training: settings of training that the tiny form changes: number of steps, batch size, learning rate.
+        paper: results that the paper reports; empty if it has none.
         softmax_changes: fields of the model that the softmax twin changes in addition to activation and bias.
     """
 
@@ -62,20 +66,19 @@ class Recipe:
     model: ModelConfig
     task: Task
     training: TrainConfig
-    data: DataConfig
+    data: DataSource
+    tiny_training: dict[str, Any]
     paper: str = ""
     softmax_changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def transformer(self) -> TransformerConfig:
         """Configuration of the transformer blocks: the model's, or its encoder's."""
-        return self.model.encoder if isinstance(self.model, MaskedAutoencoderConfig) else self.model
+        return self.model.transformer
 
     def with_transformer(self, **changes: Any) -> Recipe:
         """Return a copy with fields of ``transformer`` changed."""
-        if isinstance(self.model, MaskedAutoencoderConfig):
-            return replace(self, model=replace(self.model, encoder=replace(self.model.encoder, **changes)))
-        return replace(self, model=replace(self.model, **changes))
+        return replace(self, model=self.model.with_transformer(**changes))
 
     def with_training(self, **changes: Any) -> Recipe:
         """Return a copy with settings of training changed."""
@@ -92,18 +95,8 @@ class Recipe:
 
     def tokens(self) -> float:
         """Return the number of tokens (patches, frames) of all training steps."""
-        model, samples = self.model, self.training.max_steps * self.training.batch_size
-        if isinstance(model, LanguageModelConfig):
-            return float(samples * model.max_seq_len)
-        if isinstance(model, SpeechModelConfig):
-            return samples / (model.step * model.frames_per_step)
-        if isinstance(model, MaskedAutoencoderConfig):
-            return samples * model.encoder.grid_size**2 * (1 - model.mask_ratio)
-        if isinstance(model, SequenceModelConfig):
-            return float(samples * model.seq_len)
-        # BYOL: two large and the small views, and the teacher's forward pass (a third of the FLOPs) of two large views
-        views = {SimCLR: 2.0, BYOL: 2 + SMALL_VIEWS * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
-        return samples * model.num_tokens * views
+        samples = self.training.max_steps * self.training.batch_size
+        return samples * self.model.tokens_per_sample * self.task.cost
 
     def gpu_hours(self, utilisation: float = 0.4) -> float:
         """Return an estimate of the H100 hours of the training: 6 FLOPs per parameter and token at 989 TFLOP/s.
@@ -119,21 +112,18 @@ class Recipe:
         """Return a small form that trains in minutes on 2 cores on small data sets.
 
         Depth, width and length shrink; the guide's choices (positions, norms, QK-norm, LayerScale, bias) stay.
-        LayerScale starts at 0.01: within some hundred steps it does not grow enough from 1e-4, and from 0.1 sigmoid
-        attention without a bias learns less well (docs/log.md).
         """
-        changes, training, data = _TINY[type(self.transformer)]
-        recipe = self.with_transformer(**{**_small_transformer(self.transformer), **changes})
-        model, task, steps = recipe.model, self.task, training["max_steps"]
-        if isinstance(model, MaskedAutoencoderConfig):
-            model = replace(model, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
-        if isinstance(task, (SimCLR, BYOL)):
-            task = replace(task, projector_dim=128, output_dim=32)
-        usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
-        small: dict[str, Any] = {"model": model, "task": task, "paper": ""}
-        small["data"] = replace(self.data, **data)
-        recipe = recipe.with_training(**{**_SMALL_TRAINING, **usual, **training})
-        return replace(recipe, name=f"{self.name}-tiny", **small)
+        steps = self.tiny_training["max_steps"]
+        intervals = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
+        return replace(
+            self,
+            name=f"{self.name}-tiny",
+            model=self.model.tiny(),
+            task=self.task.tiny(),
+            training=replace(self.training, **{**_SMALL_TRAINING, **intervals, **self.tiny_training}),
+            data=self.data.tiny(),
+            paper="",
+        )
 
     def guide_row(self) -> dict[str, str]:
         """Return the recipe as a row of the practitioner's guide's table, by column."""
@@ -171,41 +161,3 @@ _SMALL_TRAINING: dict[str, Any] = {
     "checkpoint_activations": False,
     "log_attention_every": 1,
 }
-# changes of the transformer, the training and the data
-_TINY: dict[type, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    LanguageModelConfig: (
-        {"vocab_size": 256, "max_seq_len": 256},
-        {"max_steps": 600, "batch_size": 16, "learning_rate": 4e-3},
-        {"name": "CPython's documentation, as bytes"},
-    ),
-    ViTConfig: (
-        {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10},
-        {"max_steps": 800, "batch_size": 128, "learning_rate": 2e-3},
-        {"name": "scikit-learn's handwritten digits"},
-    ),
-    SpeechModelConfig: (
-        {"conformer_kernel_size": 15, "layer_drop": 0.0, "dropout": 0.1},
-        {"max_steps": 1000, "batch_size": 60, "learning_rate": 2e-3},
-        # SpecAugment's masks are made for recordings of fifteen seconds; these have about two
-        {"name": "spoken digits (FSDD)", "librispeech": (), "spec_augment_from": None},
-    ),
-    SequenceModelConfig: (
-        {"mlp_dims": (64, 64)},
-        {"max_steps": 500, "batch_size": 128, "learning_rate": 2e-3, "optimizer": "adam"},
-        {},
-    ),
-}
-
-
-def _small_transformer(transformer: TransformerConfig) -> dict[str, Any]:
-    """Return the changes that all tiny forms share."""
-    heads, shared = 4, transformer.num_kv_heads
-    return {
-        "num_layers": transformer.num_layers if isinstance(transformer, SequenceModelConfig) else 2,
-        "embed_dim": 64,
-        "num_heads": heads,
-        "mlp_dim": None,
-        "num_kv_heads": None if shared is None else max(1, heads * shared // transformer.num_heads),
-        "init_values": None if transformer.init_values is None else 0.01,
-        "drop_path": min(transformer.drop_path, 0.1),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.recipes import language, speech, synthetic, vision
+from sigattn.recipes import language, speech, synthetic, text, vision
 from sigattn.recipes.recipe import Recipe
 
 
@@ -14,7 +14,7 @@ class RecipeError(Exception):
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     make.__name__.replace("_", "-"): make
-    for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES)
+    for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES, *text.RECIPES)
 }
 
 # rows of the practitioner's table (App. "Practitioner's Guide")

@@ -12,17 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.datasets import SpeechSource
+from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.train.config import TrainConfig
 
 HOUR = 3600
-LS960 = DataConfig(
+LS960 = SpeechSource(
     name="LibriSpeech 960 h",
     librispeech=("train-clean-100", "train-clean-360", "train-other-500"),
     spec_augment_from=0,
 )
-LS100 = DataConfig(name="LibriSpeech 100 h", librispeech=("train-clean-100",), spec_augment_from=0)
+LS100 = SpeechSource(name="LibriSpeech 100 h", librispeech=("train-clean-100",), spec_augment_from=0)
 
 
 def asr_ls960() -> Recipe:
@@ -113,7 +114,7 @@ def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Call
     return recipe
 
 
-def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: DataConfig, paper: str) -> Recipe:
+def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: SpeechSource, paper: str) -> Recipe:
     return Recipe(
         name=name,
         domain="ASR",
@@ -121,6 +122,7 @@ def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: Da
         model=model,
         task=CTC(),
         training=training,
+        tiny_training={"max_steps": 1000, "batch_size": 60, "learning_rate": 2e-3},
         data=data,
         paper=paper,
         softmax_changes={"qk_norm": "none"},

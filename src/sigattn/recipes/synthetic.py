@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sigattn.data.synthetic import KSummationData, PairRepeatData
 from sigattn.models.sequence import SequenceModelConfig
-from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.tasks.synthetic import KSummation, PairRepeat
 from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError
+
+TINY = {"max_steps": 500, "batch_size": 128, "learning_rate": 2e-3, "optimizer": "adam"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSummationSource(DataSource):
+    """Sequences of numbers, generated."""
+
+    name: str = "generated"
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> KSummationData:
+        model, task = _generated(recipe, path)
+        return KSummationData(model.seq_len, task.k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRepeatSource(DataSource):
+    """Sequences of symbols, generated."""
+
+    name: str = "generated"
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> PairRepeatData:
+        model, task = _generated(recipe, path)
+        return PairRepeatData(model.num_symbols, model.seq_len, task.lengths)
+
+
+def _generated(recipe: Recipe, path: Path | None) -> tuple[Any, Any]:
+    """Return model and task of a recipe that generates its data.
+
+    Raises:
+        SettingsError: for a path.
+    """
+    if path is not None:
+        raise SettingsError(f"{recipe.name} generates its data: name none", "data")
+    return recipe.model, recipe.task
 
 
 def k_summation() -> Recipe:
@@ -23,7 +64,8 @@ def k_summation() -> Recipe:
         model=SequenceModelConfig(),
         task=KSummation(),
         training=_training(max_steps=20_000, batch_size=256, schedule="constant"),
-        data=DataConfig(name="generated"),
+        tiny_training=TINY,
+        data=KSummationSource(),
         paper="final loss grows with k as softmax's does",
     )
 
@@ -45,7 +87,8 @@ def pair_repeat() -> Recipe:
         model=model,
         task=PairRepeat(),
         training=_training(max_steps=19_531, batch_size=256, schedule="cosine"),
-        data=DataConfig(name="generated"),
+        tiny_training=TINY,
+        data=PairRepeatSource(),
         paper="sigmoid learns from fewer samples than softmax",
     )
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.vision import SIZES, ViTConfig
-from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.datasets import ImageSource
+from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.mae import MaskedAutoencoding
@@ -19,6 +20,7 @@ from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_ra
 
 BATCH = 4096
 STEPS_OF_AN_EPOCH = epochs_to_steps(1, BATCH)
+TINY = {"max_steps": 800, "batch_size": 128, "learning_rate": 2e-3}
 
 
 def vit_supervised() -> Recipe:
@@ -37,7 +39,8 @@ def vit_supervised() -> Recipe:
         model=ViTConfig(position="learnable", drop_path=0.28),
         task=Classification(),
         training=_training(300, 20, rate=1e-4, weight_decay=0.3),
-        data=DataConfig(name="ImageNet-1k", augmentation="randaugment"),
+        tiny_training=TINY,
+        data=ImageSource(name="ImageNet-1k", augmentation="randaugment"),
         paper="matches softmax in training loss and test top-1",
     )
 
@@ -57,7 +60,8 @@ def vit_byol() -> Recipe:
         model=ViTConfig(position="learnable", drop_path=0.2, dynamic_img_size=True),
         task=BYOL(momentum=0.996),
         training=_training(600, 40, rate=1e-4, weight_decay=0.3),
-        data=DataConfig(name="ImageNet-1k", augmentation="multicrop", jitter=1.0),
+        tiny_training=TINY,
+        data=ImageSource(name="ImageNet-1k", augmentation="multicrop", jitter=1.0),
         paper="linear probe matches softmax",
     )
 
@@ -77,7 +81,8 @@ def vit_simclr() -> Recipe:
         model=ViTConfig(position="sincos", initialization="moco_v3", freeze_patch_embed=True),
         task=SimCLR(),
         training=_training(300, 10, rate=2e-4, weight_decay=0.1),
-        data=DataConfig(name="ImageNet-1k", augmentation="simclr"),
+        tiny_training=TINY,
+        data=ImageSource(name="ImageNet-1k", augmentation="simclr"),
         paper="linear probe matches softmax",
     )
 
@@ -98,7 +103,8 @@ def vit_mae() -> Recipe:
         model=MaskedAutoencoderConfig(encoder=encoder, mask_ratio=0.75),
         task=MaskedAutoencoding(),
         training=_training(400, 40, rate=1.5e-4, weight_decay=0.05, final_learning_rate=0.0),
-        data=DataConfig(name="ImageNet-1k", augmentation="crop"),
+        tiny_training=TINY,
+        data=ImageSource(name="ImageNet-1k", augmentation="crop"),
         paper="fine-tuned top-1 matches softmax",
     )
 

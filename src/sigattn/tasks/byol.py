@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task, no_batches
+from sigattn.data.transforms import SMALL_VIEWS
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.simclr import Projected, projector
 from sigattn.validation import SettingsError, check_at_least
@@ -57,6 +58,8 @@ class BYOL(Task):
     output_dim: int = 256
     metric = "loss"
     needs_whole_batch = True  # of the projector's and the predictor's batch norm
+    has_labels = False
+    num_views = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum <= 1:
@@ -67,6 +70,14 @@ class BYOL(Task):
         """Return student (backbone and projector), predictor and teacher."""
         student = Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
         return StudentAndTeacher(student, projector([self.output_dim, self.projector_dim, self.output_dim]))
+
+    @property
+    def cost(self) -> float:
+        """Two large and the small views, and the teacher's forward pass (a third of the cost) of two large ones."""
+        return 2 + SMALL_VIEWS * (96 / 224) ** 2 + 2 / 3
+
+    def tiny(self) -> BYOL:
+        return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the student's backbone."""

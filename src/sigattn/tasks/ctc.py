@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task, no_batches
-from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig, ctc_loss
+from sigattn.models.speech import ALPHABET, SpeechModelConfig, ctc_loss
 from sigattn.optional import require
 from sigattn.validation import SettingsError
 
@@ -26,6 +27,7 @@ class CTC(Task):
 
     alphabet: str = ALPHABET
     metric = "wer"
+    predicts_distributions = True
 
     def build(self, model: SpeechModelConfig) -> nn.Module:
         """Return the speech model.
@@ -40,13 +42,18 @@ class CTC(Task):
                 f"an alphabet of {len(self.alphabet)} characters needs vocab_size={1 + len(self.alphabet)}, got "
                 f"{model.vocab_size}"
             )
-        return SpeechModel(model)
+        return model.build()
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return CTC's loss, averaged over samples after division by the number of characters of each."""
         frames, lengths, targets, target_lengths = batch
         log_probabilities, steps = module(frames, lengths)
         return ctc_loss(log_probabilities, steps, targets, target_lengths)
+
+    def distributions(self, output: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        log_probabilities, steps = output
+        exists = torch.arange(log_probabilities.shape[1], device=steps.device) < steps[:, None]
+        return log_probabilities, exists / (len(steps) * steps[:, None].clamp(min=1))
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         import jiwer

@@ -21,9 +21,6 @@ from sigattn.data.task import Task
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models import saving
 from sigattn.nn.attention import Attention
-from sigattn.tasks.classification import Classification
-from sigattn.tasks.ctc import CTC
-from sigattn.tasks.language import LanguageModelling
 from sigattn.validation import SettingsError, check_not_negative, check_positive
 
 
@@ -36,7 +33,7 @@ class Distillation(Task):
     mean over the steps of each. Metrics are those of the other task.
 
     Attributes:
-        task: the objective of language modelling, classification or CTC.
+        task: the objective, such as language modelling, classification or CTC, whose models predict distributions.
         teacher: folder of the teacher's saved model, with inputs and outputs as those of the model.
         weight: factor of the divergence.
         layer_weight: factor of the error of the attention layers' outputs (``attention_error``), which is added if it
@@ -53,10 +50,9 @@ class Distillation(Task):
     def __post_init__(self) -> None:
         check_positive(self, "weight")
         check_not_negative(self, "layer_weight")
-        if not isinstance(self.task, (LanguageModelling, Classification, CTC)):  # others' outputs are no distributions
+        if not self.task.predicts_distributions:
             raise SettingsError(
-                "Distillation supports LanguageModelling, Classification and CTC, whose models predict distributions; "
-                f"got task={type(self.task).__name__}"
+                f"Distillation supports tasks whose models predict distributions, not {type(self.task).__name__}"
             )
 
     @property
@@ -113,26 +109,17 @@ def distillation_loss(
         lambda _, args, kwargs, out: calls.append((args, kwargs, out)), with_kwargs=True
     )
     try:
-        with attention_outputs(module, record=layer_weight > 0) as found_layers:
+        with attention_outputs(module, record=layer_weight > 0) as layer_outputs:
             loss = task.loss(module, batch)
     finally:
         hook.remove()
-    ((args, kwargs, found),) = calls
-    with torch.no_grad(), attention_outputs(teacher, record=layer_weight > 0) as wanted_layers:
-        wanted = teacher(*args, **kwargs)
+    ((args, kwargs, output),) = calls
+    with torch.no_grad(), attention_outputs(teacher, record=layer_weight > 0) as teacher_layer_outputs:
+        teacher_output = teacher(*args, **kwargs)
     if layer_weight:
-        loss = loss + layer_weight * attention_error(wanted_layers, found_layers)
-    # the terms of the mean are those of the task's loss, so that Task.count is the number of both
-    if isinstance(task, LanguageModelling):
-        counted = task.targets(batch) >= 0
-        weights = counted / counted.sum().clamp(min=1)
-    elif isinstance(found, Tensor):
-        weights = None
-    else:
-        (wanted, _), (found, steps) = wanted, found
-        existing = torch.arange(found.shape[1], device=found.device) < steps[:, None]
-        weights = existing / (len(steps) * steps[:, None].clamp(min=1))
-    return loss + weight * divergence(wanted, found, weights)
+        loss = loss + layer_weight * attention_error(teacher_layer_outputs, layer_outputs)
+    logits, weights = task.distributions(output, batch)
+    return loss + weight * divergence(task.distributions(teacher_output, batch)[0], logits, weights)
 
 
 @contextlib.contextmanager
@@ -158,31 +145,30 @@ def attention_outputs(module: nn.Module, *, record: bool = True) -> Iterator[dic
             hook.remove()
 
 
-def attention_error(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean over layers of ‖found - wanted‖² / ‖wanted‖², given the outputs of ``attention_outputs``.
+def attention_error(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean over layers of ‖student - teacher‖² / ‖teacher‖², given the outputs of ``attention_outputs``.
 
     Raises:
         SettingsError: if the layers differ, or there are none.
     """
-    if not found or wanted.keys() != found.keys():
+    if not student or teacher.keys() != student.keys():
         raise SettingsError(
             "distillation by layers needs a model and a teacher with the same sigattn.nn.Attention layers; got "
-            f"{sorted(found)} and {sorted(wanted)}",
+            f"{sorted(student)} and {sorted(teacher)}",
             "layer_weight",
         )
     tiny = torch.finfo(torch.float32).tiny
-    pairs = ((wanted[name].float(), found[name].float()) for name in found)
-    errors = [(f - w).square().sum() / w.square().sum().clamp(min=tiny) for w, f in pairs]
-    return torch.stack(errors).mean()
+    pairs = ((teacher[name].float(), student[name].float()) for name in student)
+    return torch.stack([(s - t).square().sum() / t.square().sum().clamp(min=tiny) for t, s in pairs]).mean()
 
 
-def divergence(wanted: Tensor, found: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return KL(wanted ‖ found) in nats, the mean over all distributions.
+def divergence(teacher: Tensor, student: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return KL(teacher ‖ student) in nats, the mean over all distributions.
 
     Args:
-        wanted, found: logits, (…, classes).
+        teacher, student: logits, (…, classes).
         weights: (…), of each distribution in a weighted sum that replaces the mean.
     """
-    each = F.kl_div(found.float().log_softmax(-1), wanted.float().log_softmax(-1), reduction="none", log_target=True)
-    each = each.sum(-1)
+    student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
+    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each.mean() if weights is None else (each * weights).sum()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task
-from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.language import LanguageModelConfig
 from sigattn.nn.documents import Documents
 from sigattn.validation import SettingsError, check_at_least
 
@@ -32,6 +32,7 @@ class LanguageModelling(Task):
     end_token: int | None = None
 
     metric = "bits"
+    predicts_distributions = True
 
     @property
     def needs_whole_sequences(self) -> bool:  # type: ignore[override]
@@ -49,7 +50,7 @@ class LanguageModelling(Task):
         """
         if self.end_token is not None and self.end_token >= model.vocab_size:
             raise SettingsError(f"end_token must be below the vocabulary of {model.vocab_size}, got {self.end_token}")
-        return LanguageModel(model)
+        return model.build()
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy in nats."""
@@ -68,6 +69,10 @@ class LanguageModelling(Task):
             targets = targets.masked_fill(tokens == self.end_token, -1)
         return targets.clamp(min=-1)
 
+    def distributions(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        counted = self.targets(batch) >= 0
+        return output, counted / counted.sum().clamp(min=1)
+
     def _predict(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits (B · N, vocabulary) in float32 and targets (B · N,)."""
         tokens = batch[0]
@@ -78,9 +83,9 @@ class LanguageModelling(Task):
         return logits.flatten(0, 1).float(), self.targets(batch).flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        found = super().evaluate(module, batches)
-        loss = found["loss"]
-        return {"loss": loss, "bits": loss / math.log(2), "perplexity": math.exp(min(loss, 700)), **found}
+        metrics = super().evaluate(module, batches)
+        loss = metrics["loss"]
+        return {"loss": loss, "bits": loss / math.log(2), "perplexity": math.exp(min(loss, 700)), **metrics}
 
     def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
         logits, targets = self._predict(module, batch)

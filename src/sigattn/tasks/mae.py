@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task
-from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig, reconstruction_error
+from sigattn.models.autoencoder import reconstruction_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,7 @@ class MaskedAutoencoding(Task):
     """
 
     metric = "loss"
-
-    def build(self, model: MaskedAutoencoderConfig) -> nn.Module:
-        """Return encoder and decoder."""
-        return MaskedAutoencoder(model)
+    has_labels = False
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the encoder."""

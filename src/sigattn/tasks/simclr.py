@@ -66,6 +66,8 @@ class SimCLR(Task):
     output_dim: int = 256
     metric = "retrieval"
     needs_whole_batch = True  # the other samples are the negatives
+    has_labels = False
+    num_views = 2
 
     def __post_init__(self) -> None:
         check_positive(self, "temperature")
@@ -74,6 +76,9 @@ class SimCLR(Task):
     def build(self, model: ViTConfig) -> nn.Module:
         """Return backbone and projector."""
         return Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
+
+    def tiny(self) -> SimCLR:
+        return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the backbone without the projector."""

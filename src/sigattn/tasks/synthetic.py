@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task
-from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.validation import check_at_least
 
 
@@ -26,10 +25,6 @@ class KSummation(Task):
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "k")
-
-    def build(self, model: SequenceModelConfig) -> nn.Module:
-        """Return the sequence model."""
-        return SequenceModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean squared error."""
@@ -51,10 +46,6 @@ class PairRepeat(Task):
 
     def __post_init__(self) -> None:
         check_at_least(4, self, "lengths")
-
-    def build(self, model: SequenceModelConfig) -> nn.Module:
-        """Return the sequence model."""
-        return SequenceModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean binary cross-entropy in nats."""

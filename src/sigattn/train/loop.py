@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from sigattn.data.task import Task
 from sigattn.distributed import sharding
 from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh
 from sigattn.models import saving
+from sigattn.models.config import ModelConfig
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
@@ -27,7 +27,7 @@ from sigattn.train.trainer import Row, Trainer
 
 def train(
     task: Task,
-    model: Any,
+    model: ModelConfig,
     config: TrainConfig,
     data: Data,
     folder: Path,
@@ -102,7 +102,7 @@ def _lock_on_main_process(folder: Path, processes: ProcessMesh) -> Iterator[None
         yield
 
 
-def evaluate(task: Task, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
+def evaluate(task: Task, model: ModelConfig, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
     """Return the metrics of a run on the held-out data; arguments as in ``train``.
 
     The model in ``folder/model`` is evaluated if it is the whole trained module, else (before training has ended, or

@@ -21,7 +21,7 @@ from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.distributed.sharded_attention import ContextParallelShard, context_parallel
 from sigattn.models import saving
-from sigattn.models.language import LanguageModelConfig
+from sigattn.models.config import ModelConfig
 from sigattn.models.transformer import Transformer, recording
 from sigattn.nn.attention import Attention
 from sigattn.nn.evaluation import evaluation_mode
@@ -75,7 +75,7 @@ class Trainer:
     def build(
         cls,
         task: Task,
-        model: Any,
+        model: ModelConfig,
         config: TrainConfig,
         data: Data,
         processes: ProcessMesh,
@@ -92,7 +92,6 @@ class Trainer:
                 part.checkpoint_activations = config.checkpoint_activations
         if config.compile:
             module.compile()
-        embed_dim = getattr(model, "embed_dim", None) or model.encoder.embed_dim
         processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
         _check_batch(task, config, data, processes)
         if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
@@ -107,7 +106,7 @@ class Trainer:
             average = AveragedModel(
                 sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
             )
-        optimizer = make_optimizer(module, config, embed_dim)
+        optimizer = make_optimizer(module, config, model.transformer.embed_dim)
         return cls(task, config, data, processes, module, optimizer, average, folder / "checkpoints")
 
     def load_last_checkpoint(self, settings: dict[str, Any]) -> int:
@@ -314,26 +313,27 @@ def _check_batch(task: Task, config: TrainConfig, data: Data, processes: Process
         )
 
 
-def _check_context(task: Task, model: Any, config: TrainConfig) -> None:
+def _check_context(task: Task, model: ModelConfig, config: TrainConfig) -> None:
     """Raise SettingsError if context parallelism does not support the model or the settings.
 
     A sequence can be split over processes only if sigmoid attention is the only layer that mixes its positions.
     """
     if config.context_parallel == 1:
         return
-    if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
+    transformer = model.transformer
+    if not model.supports_context_parallel or transformer.activation != "sigmoid":
         raise SettingsError(f"context_parallel supports language models with sigmoid attention only, got {model}")
     if task.needs_whole_sequences:
         raise SettingsError(f"context_parallel does not support {task}, whose loss needs whole sequences")
     for name, value in (
         ("compile", config.compile),
         ("statistics_every", config.statistics_every),
-        ("dropout", model.dropout),
+        ("dropout", transformer.dropout),
     ):
         if value:
             raise SettingsError(f"context_parallel does not support {name}={value}: set {name}={type(value)()}")
-    if config.context_strategy == "reduce" and model.attention_bias in ("log_visible", "log_alibi"):
+    if config.context_strategy == "reduce" and transformer.attention_bias in ("log_visible", "log_alibi"):
         raise SettingsError(
-            f'context_strategy="reduce" does not support attention_bias="{model.attention_bias}", which differs '
+            f'context_strategy="reduce" does not support attention_bias="{transformer.attention_bias}", which differs '
             'between queries: set context_strategy to "ring" or "gather"'
         )
