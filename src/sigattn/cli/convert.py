@@ -163,11 +163,11 @@ def _recipe_of_model(source: Path, config: Any) -> Recipe:
     Raises:
         SettingsError: if models of this class are trained for several tasks, or for one that adds layers.
     """
-    recipes = [recipe for make in RECIPES.values() if type((recipe := make()).model) is type(config)]
-    recipes = [recipe for recipe in recipes if _saves_all_layers(recipe)]
+    recipes = [recipe for make in RECIPES.values() if type((recipe := make().tiny()).model) is type(config)]
+    recipes = [recipe for recipe in recipes if _saves_all_layers(recipe.softmax())]  # softmax: does not warn
     if len({type(recipe.task) for recipe in recipes}) != 1:
         raise SettingsError(f"{source} holds a model of {type(config).__name__} without a run: name the run's folder")
-    return dataclasses.replace(recipes[0].tiny(), model=config)
+    return dataclasses.replace(recipes[0], model=config)
 
 
 def _saves_all_layers(recipe: Recipe) -> bool:
