@@ -1,5 +1,6 @@
 """Every registered recipe builds, has a softmax twin that differs in attention only, and a tiny form that trains."""
 
+import itertools
 import types
 import typing
 import warnings
@@ -34,7 +35,8 @@ PAPER = [
 def enumerated(config):
     """Iterate over the names and values of a configuration's fields of few values: literals, bools and None."""
     for name, kind in typing.get_type_hints(type(config)).items():
-        options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)  # of literals it is the latter
+        options = typing.get_args(kind) if is_union else (kind,)
         for option in options if name in {field.name for field in fields(config)} else ():
             if typing.get_origin(option) is typing.Literal:
                 yield from ((name, value) for value in typing.get_args(option))
@@ -264,21 +266,39 @@ def test_tiny_form_keeps_shared_key_heads():
     assert small.transformer.num_kv_heads == 1
 
 
-@pytest.mark.parametrize("name", {type(find_recipe(name).transformer): name for name in reversed(TINY)}.values())
+FAMILIES = ["lm-1b-2k", "vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960", "k-summation"]
+SAME_BLOCKS = FAMILIES[2:5]  # as those of vit-supervised
+
+
+def variants(recipe):
+    """Iterate over changes of one enumerated field, and of the bias together with what is learned of it."""
+    fields = [{name: value} for name, value in enumerated(recipe.transformer)]
+    if recipe.name.removesuffix("-tiny") in SAME_BLOCKS:
+        fields = [change for change in fields if "attention_bias" in change]
+    if recipe.name.startswith("lm-"):
+        options = {name: [c[name] for c in fields if name in c] for name in ("attention_bias", "learn_bias")}
+        fields += [dict(zip(options, pair, strict=True)) for pair in itertools.product(*options.values())]
+    for change in fields:
+        yield change, lambda c=change: recipe.with_transformer(**c)
+    for name, value in enumerated(recipe.task):
+        yield {name: value}, lambda c={name: value}: replace(recipe, task=replace(recipe.task, **c))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("unchecked")
 def test_every_enumerated_value_works_or_is_refused_before_training(name, example):
     """What is refused is refused by a ValueError when the module is built, as before anything is written."""
     recipe = find_recipe(f"{name}-tiny").with_transformer(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8)
     batch, works = example(recipe), 0
-    for part in ("model", "task"):
-        config = getattr(recipe, part)
-        for field, value in enumerated(config):
-            try:
-                changed = replace(recipe, **{part: replace(config, **{field: value})})
-                module = changed.task.build(changed.model)
-            except ValueError:
-                continue
-            with torch.no_grad():
-                assert torch.isfinite(changed.task.loss(module, batch)), (field, value)
-            works += 1
-    assert works > 20
+    for changes, change in variants(recipe):
+        try:
+            changed = change()
+            module = changed.task.build(changed.model)
+        except ValueError:
+            continue
+        loss = changed.task.loss(module, batch)
+        loss.backward()
+        assert torch.isfinite(loss), changes
+        assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters()), changes
+        works += 1
+    assert works >= (4 if name in SAME_BLOCKS else 20)
