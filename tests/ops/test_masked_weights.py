@@ -1,5 +1,6 @@
 """A masked weight is exactly 0 for any logit (docs/operator.md); other non-finite arguments."""
 
+import itertools
 import math
 
 import pytest
@@ -95,6 +96,72 @@ def test_inf_and_nan_in_a_masked_key(backend, way, kind):
             elif poison != poison or name in ("key", "value"):
                 mine, truth = (t if name == "output" or not seeing.any() else drop(t, poisoned) for t in (mine, truth))
             torch.testing.assert_close(mine, truth, equal_nan=True, **tolerance, msg=f"{name}, {poison}, {dtype}")
+
+
+SIZES = (2, 5, 17, 64, 65, 128, 200, 256, 300, 700)
+GUARANTEES = [(b, n) for b in SUPPORTING for n in (SIZES if b != "triton" else (17,))]
+
+
+def masks(n):
+    """Return which keys are seen, and the arguments that say so, by kind."""
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    some = (i * 7 + j * 3) % 10 < 7
+    length = max(1, 2 * n // 3)
+    return {
+        "full": (some | True, {}),
+        "causal": (j <= i, {"is_causal": True}),
+        "window": ((j <= i + 1) & (j >= i - n // 3), {"window": (n // 3, 1)}),
+        "bool": (some, {"attn_mask": some}),
+        "-inf": (some, {"attn_mask": added(some)}),
+        "key_lengths": ((j < length).expand(n, n), {"key_lengths": torch.tensor([length])}),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(("backend", "n"), GUARANTEES)
+def test_what_a_nan_may_reach(backend, n):
+    """The rule of docs/operator.md: NaN where a weight is visible; elsewhere NaN only where the rule allows it."""
+    dtypes = (torch.float32, torch.bfloat16) if backend != "triton" else (torch.float32,)
+    names, results, everything = ("query", "key", "value", "grad_out"), ("out", "query", "key", "value"), slice(None)
+    for dtype, (kind, (visible, options)) in itertools.product(dtypes, masks(n).items()):
+        torch.manual_seed(n)
+        operands = dict(zip(names, torch.randn(4, 1, 2, n, 16).to(dtype), strict=True))
+        clean = outputs(backend, options, **operands)
+        for poisoned in names:
+            is_query = poisoned in ("query", "grad_out")
+            at = n // 2 if is_query else n - 1
+            seen = visible[at] if is_query else visible[:, at]  # of keys, or of queries
+            itself = (torch.arange(n) == at) & seen.any()
+            tensor = operands[poisoned].clone()
+            tensor[0, 1, at, 3] = math.nan
+            found = outputs(backend, options, **{**operands, poisoned: tensor})
+            # rows and features, by result
+            reached, allowed = {
+                "query": ({"out": itself, "query": itself, "key": seen, "value": seen}, {"key": 3}),
+                "key": ({"out": seen, "query": seen, "key": itself, "value": itself}, {"query": 3}),
+                "value": ({"query": seen, "key": itself}, {"out": 3, "query": everything, "key": everything}),
+                "grad_out": ({"query": itself, "key": seen}, {"query": everything, "key": everything, "value": 3}),
+            }[poisoned]
+            if kind == "key_lengths" and not is_query:  # beyond the length
+                allowed = {}
+            for name, mine, truth in zip(results, found, clean, strict=True):
+                expected = truth.clone()
+                if name in reached:
+                    expected[0, 1, reached[name]] = math.nan
+                if allowed.get(name) == 3 and poisoned in ("value", "grad_out"):
+                    expected[0, 1, seen, 3] = math.nan
+                if name in allowed:
+                    part = expected[0, 1, :, allowed[name]]  # a view
+                    part[mine[0, 1, :, allowed[name]].isnan()] = math.nan
+                case = f"{name}, NaN in {poisoned}, {kind}, {dtype}"
+                torch.testing.assert_close(mine, expected, equal_nan=True, msg=case)
+
+
+def outputs(backend, options, query, key, value, grad_out):
+    """Return the output and the gradients of query, key and value."""
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    out = sigmoid_attention(*leaves, bias=-1.0, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 def drop(t, row):
