@@ -201,14 +201,16 @@ _SMALL_TILES = {
     (tiles, "WINDOWED_SIDE"): 7,
     (tiles, "WHOLE_UP_TO"): 0,
 }
+# bfloat16 products for every size, also where they are slow because the processor has none
+_NARROW = {(tiles, "NARROW_FROM"): (0, 0), (tiles, "has_bfloat16_products"): lambda: True}
 PATHS = {
     "as users meet it": {},
-    "bfloat16 products": {(tiles, "NARROW_FROM"): (0, 0)},
-    "bias as a column": {(tiles, "NARROW_FROM"): (0, 0), (tiles, "EXTENDED_FROM"): 0},
+    "bfloat16 products": _NARROW,
+    "bias as a column": {**_NARROW, (tiles, "EXTENDED_FROM"): 0},
     "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9},
     "small tiles, bfloat16 products, bias as a column": {
         **_SMALL_TILES,
-        (tiles, "NARROW_FROM"): (0, 0),
+        **_NARROW,
         (tiles, "EXTENDED_FROM"): 0,
     },
 }

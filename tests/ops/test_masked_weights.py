@@ -160,8 +160,9 @@ def test_what_a_nan_may_reach(backend, n):
 def outputs(backend, options, query, key, value, grad_out):
     """Return the output and the gradients of query, key and value."""
     leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    out = sigmoid_attention(*leaves, bias=-1.0, backend=backend, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    with path("bfloat16 products" if backend == "blocked" else "as users meet it"):  # with rows of padding
+        out = sigmoid_attention(*leaves, bias=-1.0, backend=backend, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 def drop(t, row):
