@@ -1,6 +1,5 @@
 """Every registered recipe builds, has a softmax twin that differs in attention only, and a tiny form that trains."""
 
-import itertools
 import types
 import typing
 import warnings
@@ -271,13 +270,10 @@ SAME_BLOCKS = FAMILIES[2:5]  # as those of vit-supervised
 
 
 def variants(recipe):
-    """Iterate over changes of one enumerated field, and of the bias together with what is learned of it."""
+    """Iterate over changes of one enumerated field."""
     fields = [{name: value} for name, value in enumerated(recipe.transformer)]
     if recipe.name.removesuffix("-tiny") in SAME_BLOCKS:
         fields = [change for change in fields if "attention_bias" in change]
-    if recipe.name.startswith("lm-"):
-        options = {name: [c[name] for c in fields if name in c] for name in ("attention_bias", "learn_bias")}
-        fields += [dict(zip(options, pair, strict=True)) for pair in itertools.product(*options.values())]
     for change in fields:
         yield change, lambda c=change: recipe.with_transformer(**c)
     for name, value in enumerated(recipe.task):
