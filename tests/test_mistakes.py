@@ -115,8 +115,6 @@ def test_more_processes_than_there_are(tmp_path, capsys):
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
-        (["--num-beams", "0"], "num_beams must be at least 1, got 0"),
-        (["--num-beams", "3", "--temperature", "0.9"], "with num_beams=3 leave out temperature (--temperature)"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--prompt", ""], "--prompt is empty: give the text to continue"),
     ],

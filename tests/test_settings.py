@@ -26,7 +26,6 @@ EVERY_COMMAND = (*COMMANDS.values(), *BENCHMARKS.values(), *experiments.COMMANDS
 ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mean nothing anywhere
     "AttentionNormsConfig.seed": {0},
     "BYOL.momentum": {0},  # the teacher is the student
-    "SamplingConfig.length_penalty": {0, -1},  # no penalty; one that favours short sequences
     "SamplingConfig.stop_tokens": {0},  # a token's number
     "SamplingConfig.temperature": {0},  # the likeliest token
     "Classification.label_smoothing": {0},

@@ -51,8 +51,12 @@ def test_loaded_by_name_and_generating(settings, tmp_path):
         found = loaded.generate(padded, attention_mask=mask, **common, **how)
         assert torch.equal(found[0, 3:], late[0]), how
         assert torch.equal(found[1, 1:], late[1]), how
-    beams = loaded.generate(ids, attention_mask=torch.ones_like(ids), **common, num_beams=4)
-    assert torch.equal(beams, model.generate(ids, 12, temperature=0.0, num_beams=4))
+    options = {**common, "max_new_tokens": 2, "num_beams": 30}  # as many beams as tokens: no pair is left out
+    pairs = torch.cartesian_prod(torch.arange(30), torch.arange(30))
+    for prompt, beam in zip(ids, loaded.generate(ids, attention_mask=torch.ones_like(ids), **options), strict=True):
+        log_p = model(torch.cat([prompt.expand(900, -1), pairs], 1)).log_softmax(-1)[:, 6:8]
+        likeliest = pairs[log_p.gather(2, pairs[:, :, None]).sum((1, 2)).argmax()]
+        assert torch.equal(beam[7:], likeliest)
 
 
 def test_training():

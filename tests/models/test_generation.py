@@ -1,6 +1,5 @@
-"""Generation: what is chosen, prompts of different lengths, stopping, beams, and the cache behind it."""
+"""Generation: what is chosen, prompts of different lengths, stopping, and the cache behind it."""
 
-import itertools
 import math
 
 import pytest
@@ -129,62 +128,12 @@ class TestChoice:
             ({"top_k": 0}, "top_k"),
             ({"top_p": 0.0}, "top_p"),
             ({"top_p": 1.5}, "top_p"),
-            ({"num_beams": 0}, "num_beams"),
-            ({"num_beams": 2, "temperature": 1.0}, "beam search does not sample.* leave out temperature$"),
-            ({"num_beams": 2, "temperature": 0.0, "top_k": 3}, "beam search does not sample.* leave out top_k$"),
         ],
         ids=str,
     )
     def test_out_of_range(self, settings, message):
         with pytest.raises(ValueError, match=message):
             model_of({}).generate([torch.tensor([1])], 1, **settings)
-
-
-class TestBeams:
-    def scores(self, model, prompt, continuations):
-        """Σ log p of continuations of one length, all in one forward."""
-        tokens = torch.cat((prompt.expand(len(continuations), -1), continuations), 1)
-        log_p = model(tokens).log_softmax(-1)[:, len(prompt) - 1 : -1]
-        return log_p.gather(2, continuations[..., None]).sum((1, 2))
-
-    @pytest.mark.parametrize("settings", MODELS[:2], ids=str)
-    def test_wide_enough_it_finds_the_likeliest_of_all(self, settings):
-        model = model_of(settings)
-        prompts = [torch.randint(11, (n,)) for n in (2, 5)]
-        found = model.generate(prompts, 3, temperature=0.0, num_beams=11**2)
-        everything = torch.tensor(list(itertools.product(range(11), repeat=3)))
-        with torch.no_grad():
-            for prompt, row in zip(prompts, found, strict=True):
-                best = everything[self.scores(model, prompt, everything).argmax()]
-                assert torch.equal(row[len(prompt) :], best)
-
-    def test_with_stop_tokens_and_a_length_penalty(self):
-        """Against all sequences that end at the stop token or at the limit."""
-        model = model_of({})
-        prompt, stop = torch.tensor([3, 1]), 4
-        others = [t for t in range(11) if t != stop]
-        ended = [[[*c, stop] for c in itertools.product(others, repeat=n)] for n in range(3)]
-        with torch.no_grad():
-            scores = {}
-            for group in (*ended, [list(c) for c in itertools.product(others, repeat=3)]):
-                values = self.scores(model, prompt, torch.tensor(group)).tolist()
-                scores |= dict(zip(map(tuple, group), values, strict=True))
-        for penalty in (0.0, 1.0, 3.0):
-            best = max(scores, key=lambda c: scores[c] / len(c) ** penalty)
-            (found,) = model.generate(
-                [prompt], 3, temperature=0.0, num_beams=200, stop_tokens=[stop], length_penalty=penalty
-            )
-            assert tuple(found[2:].tolist()) == best
-
-    def test_one_beam_is_greedy(self):
-        model = model_of({})
-        prompt = torch.tensor([[3, 1, 2]])
-        assert torch.equal(
-            model.generate(prompt, 30, temperature=0.0), model.generate(prompt, 30, temperature=0.0, num_beams=1)
-        )
-        made = [model.generate(prompt, 12, temperature=t, num_beams=n)[:, 3:] for n, t in ((1, 0.0), (4, None))]
-        log_p = [self.scores(model, prompt[0], c).item() for c in made]
-        assert log_p[1] >= log_p[0] - 1e-4
 
 
 def test_dropout_is_off_and_training_goes_on():

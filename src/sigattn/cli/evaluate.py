@@ -50,7 +50,6 @@ def generate(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    num_beams: int = 1,
     stop: str = "",
     seed: int = 0,
 ) -> None:
@@ -63,7 +62,6 @@ def generate(
         temperature: sampling temperature, None for 0.7; 0 for the likeliest token each time.
         top_k: sample from this number of likeliest tokens only.
         top_p: sample from the likeliest tokens that together have this probability.
-        num_beams: above 1, beam search with this number of continuations, which does not sample.
         stop: end after this character, or any text that is one token.
         seed: seed of sampling.
     """
@@ -86,10 +84,9 @@ def generate(
         (made,) = model.generate(
             [torch.tensor(encode(prompt), dtype=torch.int64)],
             max_new_tokens,
-            temperature=0.7 if temperature is None and num_beams == 1 else temperature,
+            temperature=0.7 if temperature is None else temperature,
             top_k=top_k,
             top_p=top_p,
-            num_beams=num_beams,
             stop_tokens=ends,
             generator=torch.Generator().manual_seed(seed),
         )

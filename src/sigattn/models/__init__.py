@@ -5,7 +5,7 @@
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.config import ModelConfig, TransformerConfig
-from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
+from sigattn.models.generation import GenerationState, SamplingConfig, sample
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -34,7 +34,6 @@ __all__ = [
     "TransformerConfig",
     "ViT",
     "ViTConfig",
-    "beam_search",
     "build",
     "load",
     "recording",

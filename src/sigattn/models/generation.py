@@ -1,4 +1,4 @@
-"""Generation token by token: sampling and beam search, for batches of prompts of any lengths."""
+"""Generation token by token, for batches of prompts of any lengths."""
 
 from __future__ import annotations
 
@@ -9,47 +9,36 @@ import torch
 from torch import Tensor
 
 from sigattn.nn.kv_cache import KVCache
-from sigattn.validation import SettingsError, check_at_least, check_finite, check_not_negative
+from sigattn.validation import SettingsError, check_at_least, check_not_negative
 
 Step = Callable[[Tensor, "list[KVCache]"], Tensor]  # new tokens (B, n) and a cache → logits (B, n, vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Options of sampling and beam search.
+    """Options of sampling.
 
     Attributes:
         temperature: divisor of the logits, None for 1; 0 for greedy decoding.
         top_k: number of most probable tokens to sample from; None for all.
         top_p: probability of the smallest set of most probable tokens to sample from; None for all.
-        num_beams: number of beams of beam search; 1 for sampling.
-        length_penalty: beam search compares Σ log p / length^length_penalty.
         stop_tokens: tokens that end a sequence.
 
     Raises:
-        SettingsError: a ValueError, for numbers out of range, or sampling options with beam search.
+        SettingsError: a ValueError, for numbers out of range.
     """
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    num_beams: int = 1
-    length_penalty: float = 1.0
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_not_negative(self, "temperature")
-        check_at_least(1, self, "top_k", "num_beams")
+        check_at_least(1, self, "top_k")
         check_at_least(0, self, "stop_tokens")
-        check_finite(self, "length_penalty")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise SettingsError(f"top_p must lie in (0, 1], got {self.top_p}")
-        given = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name)]
-        if self.num_beams > 1 and given:
-            names = " and ".join(given)
-            raise SettingsError(
-                f"beam search does not sample: with num_beams={self.num_beams} leave out {names}", *given
-            )
 
     def sample_token(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw one token of each row of logits, (B, vocabulary); return (B,)."""
@@ -115,12 +104,8 @@ class GenerationState:
             self._restart(torch.where(lengths > self.max_seq_len, max(1, self.max_seq_len // 2), lengths))
         return self.step(self.unseen, self.cache)[:, -1]
 
-    def add(self, tokens: Tensor, samples: Tensor | None = None) -> None:
-        """Append one token to each sequence, (B,); if given, first keep the sequences of indices ``samples``, (B,)."""
-        if samples is not None:
-            self.tokens, self.left_padding = self.tokens[samples], self.left_padding[samples]
-            for layer in self.cache:
-                layer.reorder(samples)
+    def add(self, tokens: Tensor) -> None:
+        """Append one token to each sequence, (B,)."""
         self.unseen = tokens.unsqueeze(1)
         self.tokens = torch.cat((self.tokens, self.unseen), 1)
 
@@ -147,34 +132,3 @@ def sample(
             break
     cut = (lengths - state.left_padding).tolist()
     return [state.sequence(b)[: cut[b]] for b in range(batch)]
-
-
-def beam_search(state: GenerationState, max_new_tokens: int, config: SamplingConfig) -> list[Tensor]:
-    """Return the most probable sequence that beam search finds for each prompt."""
-    batch, num_beams, prompt = len(state.tokens), config.num_beams, state.tokens.shape[1]
-    device = state.tokens.device
-    scores = torch.zeros(batch, 1, device=device)  # (B, beams): Σ log p
-    lengths = torch.zeros(batch, 1, device=device)
-    done = torch.zeros(batch, 1, dtype=torch.bool, device=device)
-    stops = torch.tensor(config.stop_tokens, device=device)
-    for n in range(max_new_tokens):
-        log_p = torch.log_softmax(state.logits().float(), -1).view(batch, scores.shape[1], -1)
-        vocabulary = log_p.shape[2]
-        last = state.tokens[:, -1].view(batch, -1, 1)
-        is_last = torch.arange(vocabulary, device=device) == last
-        # a finished beam repeats its last token with log p = 0
-        log_p = torch.where(done[..., None], torch.where(is_last, 0.0, -torch.inf), log_p)
-        total = (scores[..., None] + log_p).flatten(1)  # (B, beams · vocabulary)
-        scores, chosen = total.topk(min(num_beams, total.shape[1]))
-        beam, token = chosen // vocabulary, chosen % vocabulary
-        finished = done.gather(1, beam)
-        lengths = torch.where(finished, lengths.gather(1, beam), float(n + 1))
-        done = finished | torch.isin(token, stops)
-        offset = torch.arange(batch, device=device)[:, None] * (len(state.tokens) // batch)
-        state.add(token.flatten(), (beam + offset).flatten())
-        if done.all():
-            break
-    best = (scores / lengths.clamp(min=1) ** config.length_penalty).argmax(1)  # (B,)
-    rows = torch.arange(batch, device=device) * scores.shape[1] + best
-    ends = prompt + lengths.gather(1, best[:, None]).squeeze(1).long()
-    return [state.sequence(int(b))[: int(end - state.left_padding[b])] for b, end in zip(rows, ends, strict=True)]

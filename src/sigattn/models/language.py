@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.models.config import TransformerConfig
-from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
+from sigattn.models.generation import GenerationState, SamplingConfig, sample
 from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
@@ -174,8 +174,6 @@ class LanguageModel(Transformer):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        num_beams: int = 1,
-        length_penalty: float = 1.0,
         stop_tokens: Sequence[int] = (),
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "batch total"] | list[Tensor]:
@@ -187,7 +185,7 @@ class LanguageModel(Transformer):
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
             max_new_tokens: largest number of tokens to add to each prompt.
-            temperature, top_k, top_p, num_beams, length_penalty, stop_tokens: as in ``SamplingConfig``.
+            temperature, top_k, top_p, stop_tokens: as in ``SamplingConfig``.
             generator: random number generator for sampling.
 
         Returns:
@@ -200,14 +198,7 @@ class LanguageModel(Transformer):
         """
         if isinstance(stop_tokens, (int, str)):
             raise TypeError(f"generate: stop_tokens must be a sequence of tokens, such as [0], got {stop_tokens!r}")
-        config = SamplingConfig(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            num_beams=num_beams,
-            length_penalty=length_penalty,
-            stop_tokens=tuple(stop_tokens),
-        )
+        config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=tuple(stop_tokens))
         max_new_tokens = validation.count("generate", "max_new_tokens", max_new_tokens)
         if isinstance(prompts, Tensor) and prompts.dim() != 2:
             validation.wrong(
@@ -217,10 +208,7 @@ class LanguageModel(Transformer):
         self._check_generate(rows, config)
         with evaluation_mode(self):
             state = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
-            if num_beams > 1:
-                results = beam_search(state, max_new_tokens, config)
-            else:
-                results = sample(state, max_new_tokens, config, generator)
+            results = sample(state, max_new_tokens, config, generator)
         if not isinstance(prompts, Tensor):
             return results
         longest = max(map(len, results))

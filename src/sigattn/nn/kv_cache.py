@@ -50,10 +50,3 @@ class KVCache:
         self.value[:, :, self.length : stop] = value
         self.length = stop
         return self.key[:, :, :stop], self.value[:, :, :stop]
-
-    def reorder(self, samples: Tensor) -> None:
-        """Keep the samples of these indices, in their order; an index may occur several times, e.g. in beam search."""
-        if self.left_padding is not None:
-            self.left_padding = self.left_padding[samples]
-        if self.key is not None and self.value is not None:
-            self.key, self.value = self.key[samples], self.value[samples]
