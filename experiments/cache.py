@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from experiments.workers import run_in_workers
 from sigattn.files import write_text
-from sigattn.train.workers import run_in_workers
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ python -m experiments regularity | initial-norms | flops
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from experiments import attention_norms, cache, intervals
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.intervals import Verdict
-from sigattn.cli.theory import plot_jacobian_norms
 from sigattn.demo import drawing
 from sigattn.theory import flops, regularity
 
@@ -39,6 +40,23 @@ def measure_jacobian_norms(setting: Setting) -> Result:
                 rows.append((weights, activation, "hybrid-norm" if hybrid else "alone", *cells))
     drawing.band_legend(axes[0])
     return Result(("weights", "", "", *(f"n = {n}" for n in lengths)), rows, data, figure)
+
+
+def plot_jacobian_norms(axes: Sequence[Any], data: Sequence[dict[str, Any]]) -> None:
+    """Plot rows of ``norms_over_length`` over n on two axes, without and with hybrid-norm; mean bounds are dashed."""
+    lengths = sorted({row["n"] for row in data})
+    for axis, hybrid in zip(axes, (False, True), strict=True):
+        for activation in ("softmax", "sigmoid"):
+            colour = drawing.COLOUR_OF[activation]
+            curve = [row for row in data if (row["activation"], row["hybrid_norm"]) == (activation, hybrid)]
+            norms, bounds = ([[r[key] for r in curve if r["n"] == n] for n in lengths] for key in ("norm", "bound"))
+            width = 1.4 if activation == "sigmoid" else 4.0  # softmax stays visible below sigmoid where they are equal
+            drawing.plot_band(axis, lengths, norms, activation, colour, linewidth=width)
+            if not hybrid:
+                means = [statistics.mean(b) for b in bounds]
+                axis.plot(lengths, means, color=colour, linestyle="--", linewidth=1, label=f"{activation}, bound")
+        axis.set(xscale="log", yscale="log", xlabel="tokens n")
+        axis.set_title("with hybrid-norm" if hybrid else "without hybrid-norm")
 
 
 def judge_jacobian_norms(data: Sequence[Row], _: Scale) -> list[Finding]:

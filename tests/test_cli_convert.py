@@ -39,10 +39,7 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
     rows = metrics.read_metrics(folder / "metrics.jsonl")
     assert len(rows) == 3
     assert rows[0]["loss"] == pytest.approx(report["loss"], rel=0.1)  # it starts from the converted weights
-    page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 2
-    assert all(f"<td>{name}</td>" in page for name in ("softmax", "converted", "fine-tuned, 3 steps"))
-    assert "fine-tuned, 3 steps: loss" in said
+    assert all(f"{name}: loss" in said for name in ("softmax", "converted", "fine-tuned, 3 steps"))
     cli.main(["evaluate", str(folder)])
     found = capsys.readouterr().out.split()
     assert float(found[found.index("bits") + 1]) == pytest.approx(rows[-1]["validation_bits"], rel=1e-4)
@@ -95,7 +92,6 @@ def test_a_model_folder_without_a_run(tmp_path, capsys):
     )
     assert "converted: loss" in capsys.readouterr().out
     assert saving.load(tmp_path / "new" / "model").config.learn_bias == "quadratic"
-    assert "<svg" in (tmp_path / "new" / "report.html").read_text()
 
 
 def test_what_it_refuses(tmp_path, capsys):

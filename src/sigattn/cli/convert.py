@@ -11,13 +11,11 @@ import torch
 import tyro
 from rich.console import Console
 
-from sigattn.cli import conversion_page
 from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import read_run, write_run
 from sigattn.conversion import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
-from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.fitted_bias import FITTED
@@ -44,7 +42,7 @@ class ConvertConfig:
         source: folder of a run of ``sigattn train`` or ``sigattn demo``, or of a saved model.
         data: data for the fit, the fine-tuning and the evaluation; None for the run's own.
         tokenizer: tokenizer file of a language model whose vocabulary is not bytes; None for the run's own.
-        folder: folder for model, metrics, checkpoints and report; None for the source with "-sigmoid" appended.
+        folder: folder for model, conversion.json, metrics and checkpoints; None for the source and "-sigmoid".
         batches: number of training batches for the fit; a quarter of them is held out.
         refine_steps: number of steps that refine the fit by the error of the layers' outputs; 0 for none.
         bias: class of the biases: with a term in each query and a scale of the output, or of the number of visible keys
@@ -87,7 +85,7 @@ class ConvertConfig:
 
 
 def convert_run(options: ConvertConfig) -> None:
-    """Convert a softmax model to sigmoid attention with a fitted bias, fine-tune it if wanted, and write a report."""
+    """Convert a softmax model to sigmoid attention with a fitted bias, and fine-tune it if wanted."""
     if init_process_mesh().world_size > 1:
         raise SettingsError("sigattn convert runs on one process: start it without torchrun")
     recipe, model_folder, options = _read(options)
@@ -107,20 +105,18 @@ def convert_run(options: ConvertConfig) -> None:
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
     console = Console()
     model, report, stages = _convert(recipe, model_folder, data, options, console)
-    recipe, rows = dataclasses.replace(recipe, model=model.config), []
+    recipe = dataclasses.replace(recipe, model=model.config)
     if options.steps:
         rows = _fine_tune(recipe, task, model, report, data, options)
         stages[f"fine-tuned, {options.steps} steps"] = metrics.last_validation(rows)
     else:
         _write_run(recipe, report, options)
         saving.save(model, options.folder / "model")
-    write_text(options.folder / "report.html", conversion_page.html_page(str(options.source), report, stages, rows))
     for name, values in stages.items():
         print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
     if summary := data.unreadable_summary():
         print(summary)
-    for name in ("model", "report.html"):
-        print(f"{name}: {options.folder / name}")
+    print(f"model: {options.folder / 'model'}")
 
 
 def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:

@@ -21,7 +21,7 @@ from sigattn.models.vision import ViT
 from sigattn.recipes import datasets
 from sigattn.tables import print_table
 from sigattn.train import loop
-from sigattn.train.probe import extract_features, fine_tune, linear_probe
+from sigattn.train.probe import extract_features, linear_probe
 from sigattn.validation import SettingsError, check_at_least, check_seed
 
 
@@ -98,15 +98,12 @@ def generate(
     print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
 
 
-def probe(
-    folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None, fine_tuning: bool = False
-) -> None:
+def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
     """Report the top-1 accuracy of a linear classifier on the features of a run's vision model.
 
     Args:
         folder: folder of the run.
         data: a folder with train/CLASS and val/CLASS. Default: the run's own data, or handwritten digits.
-        fine_tuning: also fine-tune the whole model (on the handwritten digits).
     """
     recipe, path, _ = read_run(folder)
     model = saving.load(folder / "model")
@@ -114,21 +111,16 @@ def probe(
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
     path = data or path
     if path is None:
-        digits = Digits(strength=0.0).train_and_held_out()
-        found = [extract_features(model, [part]) for part in digits]
+        parts = [extract_features(model, [part]) for part in Digits(strength=0.0).train_and_held_out()]
     else:
         images = ImageFolder(path, model.config.image_size, "none")
         train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))
         features, labels = extract_features(model, train)
         # the last batch is filled up with images of the next pass
-        found = [(features[: len(images)], labels[: len(images)]), extract_features(model, images.validation(256))]
+        parts = [(features[: len(images)], labels[: len(images)]), extract_features(model, images.validation(256))]
         if summary := images.unreadable_summary():
             print(summary)
-    print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
-    if fine_tuning:
-        if path is not None:
-            raise SettingsError("to fine-tune on a folder of images, train vit-supervised from the saved model")
-        print(f"fine-tuned: top1 {fine_tune(model, digits[0], digits[1]):.4f}")
+    print(f"linear probe: top1 {linear_probe(*parts):.4f}")
 
 
 def export(

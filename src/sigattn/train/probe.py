@@ -1,11 +1,11 @@
-"""Evaluation of a backbone's features by a linear probe or by fine-tuning."""
+"""Evaluation of a backbone's features by a linear probe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
@@ -17,8 +17,9 @@ def extract_features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, T
     """Return a backbone's features (samples, embed_dim) and the labels (samples,) of batches of images and labels."""
     backbone.eval()
     device = next(backbone.parameters()).device
-    found = [(backbone.features(images.to(device)).float().cpu(), labels) for images, labels in batches]
-    return torch.cat([f for f, _ in found]), torch.cat([label for _, label in found])
+    pairs = [(backbone.features(images.to(device)).float().cpu(), labels) for images, labels in batches]
+    features, labels = zip(*pairs, strict=True)
+    return torch.cat(features), torch.cat(labels)
 
 
 def linear_probe(training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]) -> float:
@@ -47,29 +48,3 @@ def linear_probe(training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor
     optimizer.step(loss)
     with torch.no_grad():
         return (F.linear(test, weight, offset).argmax(-1) == held_out[1]).double().mean().item()
-
-
-def fine_tune(backbone: ViT, training: Batch, held_out: Batch) -> float:
-    """Return the top-1 accuracy in 0 … 1 after fine-tuning the backbone and a new linear classifier with AdamW.
-
-    The backbone is changed in place and left in evaluation mode.
-    """
-    epochs, batch_size, learning_rate = 20, 128, 1e-3
-    torch.manual_seed(0)
-    images, labels = training
-    classes = int(max(labels.max(), held_out[1].max())) + 1
-    model = nn.ModuleDict({"backbone": backbone, "output": nn.Linear(backbone.config.embed_dim, classes)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05)
-    steps = epochs * -(-len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
-    backbone.train()
-    for _ in range(epochs):
-        for index in torch.randperm(len(images)).split(batch_size):
-            loss = F.cross_entropy(model["output"](backbone.features(images[index])), labels[index])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    backbone.eval()
-    with torch.no_grad():
-        return (model["output"](backbone.features(held_out[0])).argmax(-1) == held_out[1]).double().mean().item()

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from sigattn.train import workers
+from experiments import workers
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 CODE = """
 import os, sys, time
-from sigattn.train.workers import worker_pool
+from experiments.workers import worker_pool
 
 def work(_):
     os.write(1, f"{os.getpid()}\\n".encode())  # at once: two workers write to one pipe
@@ -38,9 +38,16 @@ def alive(pid):
         return False
 
 
+def start(code, path):
+    path.write_text(code)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    out, err = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, str(path)], stdout=out, stderr=err, env=environment, text=True)
+
+
 def test_workers_end_when_the_parent_is_killed(tmp_path):
-    (tmp_path / "parent.py").write_text(CODE)
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
+    parent = start(CODE, tmp_path / "parent.py")
     children = [int(parent.stdout.readline()) for _ in range(2)]
     assert all(alive(pid) for pid in children)
     os.kill(parent.pid, signal.SIGKILL)
@@ -55,7 +62,7 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 INTERRUPTED = """
 import signal, sys, time
 from functools import partial
-from sigattn.train.workers import run_in_workers
+from experiments.workers import run_in_workers
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
@@ -67,9 +74,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("wait", [0.5, 4.0])
 def test_one_interrupt_ends_the_workers(wait, tmp_path):
     """While they start, and while they work; the pool would wait for the end of their jobs."""
-    (tmp_path / "parent.py").write_text(INTERRUPTED)
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.DEVNULL)  # fmt: skip
+    parent = start(INTERRUPTED, tmp_path / "parent.py")
     parent.stdout.readline()
     time.sleep(wait)
     parent.send_signal(signal.SIGINT)
