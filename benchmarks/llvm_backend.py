@@ -30,7 +30,7 @@ from benchmarks.baselines import (
 )
 from benchmarks.inputs import Options, random_inputs
 from benchmarks.timing import time_calls
-from sigattn.ops.llvm import launch
+from sigattn.ops.llvm import calls
 
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096)
 DTYPES = torch.float32, torch.bfloat16
@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(2)
     start = time.perf_counter()
     for dtype in DTYPES:
-        launch.kernels(dtype)
+        calls.kernels(dtype)
     seconds = time.perf_counter() - start
     print(f"compiled in {seconds:.2f} s")
     cases = itertools.product(lengths, DTYPES, (False, True))

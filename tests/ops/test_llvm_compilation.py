@@ -12,7 +12,7 @@ if llvm.machine_unavailable() is not None:
 
 from llvmlite import binding
 
-from sigattn.ops.llvm import launch
+from sigattn.ops.llvm import compilation
 from sigattn.ops.llvm.processor import AVX2, AVX512, AVX512_BF16, NEON, Processor, host_processor
 
 binding.initialize_all_targets()
@@ -35,26 +35,28 @@ def test_no_symbol_from_outside_is_needed(processor, word):
 
     Optimised, they call memset, which each has.
     """
-    assert launch.undefined_symbols(launch.compile_object(processor, word, level=0)) == []
+    assert compilation.undefined_symbols(compilation.compile_object(processor, word, level=0)) == []
 
 
 def test_a_missing_symbol_is_an_error_of_compilation(monkeypatch):
     text = "declare void @__missing()\n"
-    text += "\n".join(f"define void @{name}(ptr %0) {{ call void @__missing() ret void }}" for name in launch.NAMES[1])
+    text += "\n".join(
+        f"define void @{name}(ptr %0) {{ call void @__missing() ret void }}" for name in compilation.NAMES[1]
+    )
     image = host_processor().target_machine().emit_object(binding.parse_assembly(text))
-    monkeypatch.setattr(launch, "compile_object", lambda *_: image)
+    monkeypatch.setattr(compilation, "compile_object", lambda *_: image)
     with pytest.raises(RuntimeError, match=r"cannot be linked \(symbols from outside: __missing\); pass backend="):
-        launch.Kernels(host_processor(), 1)
+        compilation.compile_kernels(1)
 
 
 FORK = """
 import os, threading, torch
 from sigattn import sigmoid_attention
-from sigattn.ops.llvm import launch
+from sigattn.ops.llvm import compilation
 torch.set_num_threads(1)
 q = torch.randn(1, 1, 40, 16)
-started, make_module = threading.Event(), launch.make_module
-launch.make_module = lambda *args: started.set() or make_module(*args)
+started, make_module = threading.Event(), compilation.make_module
+compilation.make_module = lambda *args: started.set() or make_module(*args)
 thread = threading.Thread(target=sigmoid_attention, args=(q, q, q), kwargs={"backend": "llvm"})
 thread.start()
 started.wait()

@@ -33,7 +33,7 @@ def reason(request, monkeypatch, tmp_path):
         for file, text in files.items():
             (tmp_path / "llvmlite" / f"{file}.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(llvm, "_MEASURED", True)
+    monkeypatch.setattr(llvm, "_FAST", {torch.float32: True})
     llvm._machine_unavailable.cache_clear()
     yield reason
     llvm._machine_unavailable.cache_clear()

@@ -63,8 +63,7 @@ def sharded_cache_attention(
     batch, _, heads, _ = q.shape
     validation.integers(_NAME, "cache_seqlens", cache_seqlens, (batch,), "(B,)", q.device)
     flash_validation.bias(_NAME, sigmoid_bias, q, batch)
-    _, softmax_scale, window = validation.numbers(_NAME, 0.0, softmax_scale, window_size)
-    softcap = validation.softcap(_NAME, softcap)
+    _, softmax_scale, window, softcap = validation.numbers(_NAME, 0.0, softmax_scale, window_size, softcap)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)

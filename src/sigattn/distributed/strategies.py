@@ -174,7 +174,7 @@ def _backward(exchange: Exchange, problem: Problem, grad_out: Tensor, needs: Nee
 def _add_output(exchange: Exchange, out: Tensor, problem: Problem, query_rank: int, key_rank: int) -> None:
     """Add to out (B, Hq, n, Dv) the output of one process's queries with another's keys."""
     for part, rows, _ in _visible_parts(exchange, problem, query_rank, key_rank):
-        out[:, :, rows] += DENSE.backends[DENSE.choose(part, exchange.backend)].forward(part, False)[0]
+        out[:, :, rows] += DENSE.backends[DENSE.choose(part, exchange.backend)].forward(part, None)[0]
 
 
 def _add_gradients(

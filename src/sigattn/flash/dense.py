@@ -11,8 +11,7 @@ from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import block_mask, validation
 from sigattn.ops.attention import DENSE
-from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import make_problem
+from sigattn.ops.operands import cast_operands, make_problem
 from sigattn.ops.problem import Problem
 
 _NAME = "flash_attn_func"

@@ -40,11 +40,12 @@ class Options(NamedTuple):
                 f"{self.softmax_scale!r}; flash-attn 3's order (q, k, v, softmax_scale, causal, …) is that of "
                 "sigattn.flash.v3"
             )
-        dropout_p, scale, window = validation.numbers(
+        dropout_p, scale, window, softcap = validation.numbers(
             caller,
             self.dropout_p,
             self.softmax_scale,
             self.window_size,
+            self.softcap,
             scale_name="softmax_scale",
             window_name="window_size",
         )
@@ -61,7 +62,7 @@ class Options(NamedTuple):
             "scale": scale,
             "is_causal": self.causal,
             "window": window,
-            "softcap": validation.softcap(caller, self.softcap),
+            "softcap": softcap,
             "alibi_slopes": self.alibi_slopes,
             "deterministic": self.deterministic,
             "bias": None if is_rule else operator_bias(self.sigmoid_bias),

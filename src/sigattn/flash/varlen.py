@@ -10,8 +10,7 @@ from sigattn.flash import chunks, packing
 from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import validation
-from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import make_problem
+from sigattn.ops.operands import cast_operands, make_problem
 from sigattn.ops.problem import VarlenProblem
 from sigattn.ops.varlen import VARLEN, mask_target
 

@@ -114,7 +114,7 @@ class Attention(nn.Module):
         check_finite({"temperature": temperature, "length_power": length_power})
         check_probability({"dropout": dropout})
         check_bool({"causal": causal is None or causal, "output_norm_affine": output_norm_affine, "use_bias": use_bias})
-        _, _, window = validation.numbers("Attention", 0.0, None, window)
+        _, _, window, _ = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
         self.embed_dim, self.kv_embed_dim = embed_dim, embed_dim if kv_embed_dim is None else kv_embed_dim

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from sigattn.nn.documents import Documents
 from sigattn.ops import operands, reference
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.autocast import cast_operands, without_autocast
+from sigattn.ops.autocast import without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
-from sigattn.ops.operands import combine_window, two_sided_slopes
+from sigattn.ops.operands import cast_operands, combine_window, two_sided_slopes
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, band
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention

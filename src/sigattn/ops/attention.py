@@ -9,9 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, onnx, reference, triton, validation, vmap
-from sigattn.ops.autocast import cast_operands
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import make_problem
+from sigattn.ops.operands import cast_operands, make_problem
 from sigattn.ops.problem import Problem, VarlenProblem
 from sigattn.ops.varlen import VARLEN
 
@@ -157,7 +156,8 @@ def sigmoid_attention(
     dropout_p, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    validation.flag(_NAME, "is_causal", is_causal)
+    if type(is_causal) is not bool:
+        validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
     if type(query_offset) is not int or query_offset:
         query_offset = validation.position(_NAME, "query_offset", query_offset)
     if backend is not None:
@@ -213,7 +213,7 @@ def validate(
         validation.slopes(caller, alibi_slopes, query, batch, heads)
     if key_lengths is not None:
         validation.integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
-    return *validation.numbers(caller, dropout_p, scale, window), validation.softcap(caller, softcap)
+    return validation.numbers(caller, dropout_p, scale, window, softcap)
 
 
 def _on_nested(
@@ -234,9 +234,8 @@ def _on_nested(
         validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, packed.query, batch, heads)
-    numbers = validation.numbers(_NAME, *(options[name] for name in ("dropout_p", "scale", "window")))
-    options |= zip(("dropout_p", "scale", "window"), numbers, strict=True)
-    options["softcap"] = validation.softcap(_NAME, options["softcap"])
+    names = ("dropout_p", "scale", "window", "softcap")
+    options |= zip(names, validation.numbers(_NAME, *(options[name] for name in names)), strict=True)
     needs_positions = options["is_causal"] or options["window"] not in (None, (-1, -1)) or alibi_slopes is not None
     if needs_positions and not nested.has_equal_lengths(query, key):
         raise ValueError(

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _supports_autocast = functools.cache(torch.amp.is_autocast_available)
 
@@ -17,20 +16,6 @@ def is_autocast_enabled(device_type: str) -> bool:
     if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
         return device_type != "meta" and torch.is_autocast_enabled(device_type)
     return _supports_autocast(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def cast_operands(*operands: Any) -> tuple[Any, ...]:
-    """Return operands in autocast's dtype if autocast is enabled on the device of the first, else unchanged."""
-    first = operands[0]
-    if not isinstance(first, Tensor) or not is_autocast_enabled(first.device.type):
-        return operands
-    return tuple(_cast(t) for t in operands)
-
-
-def _cast(t: Any) -> Any:
-    if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64:
-        return t.to(torch.get_autocast_dtype(t.device.type))
-    return t
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -49,7 +48,9 @@ def node(
     setup: Callable[[Any, tuple[Any, ...], Sequence[Any], Any], Any],
     derivative: Callable[..., Sequence[Tensor | None]],
 ) -> Any:
-    """Return the class of nodes of autograd's graph that stand for calls of an op, for ``record``.
+    """Return the class of nodes of autograd's graph that stand for calls of an op.
+
+    Its ``apply`` takes the key set, the op's other arguments, and the op's leading tensors.
 
     Args:
         name: of the class; a tensor's ``grad_fn`` has that name followed by "Backward".
@@ -76,19 +77,6 @@ def node(
     # a function of a single level, because the dispatcher calls the kernel once per level of torch.func
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return types.new_class(name, (_SingleLevelFunction,), exec_body=lambda namespace: namespace.update(methods))
-
-
-def record(node_class: Any) -> Callable[..., Any]:
-    """Return the function that records a call of a ``node``, of the key set, the op's other arguments, its tensors."""
-    apply: Callable[..., Any] = node_class.apply
-    if not torch._C._are_functorch_transforms_active():
-        return apply
-
-    def apply_at_this_level(*args: Any) -> Any:
-        with enable_single_level_autograd_function():
-            return apply(*args)
-
-    return apply_at_this_level
 
 
 def register_without(library: torch.library.Library, op: OpOverload, message: str) -> None:

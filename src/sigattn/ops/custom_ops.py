@@ -10,17 +10,19 @@ takes the same way, so that ``torch.compile``, ``torch.export``, ``torch.func``,
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, flops, onnx, vmap
-from sigattn.ops.autocast import without_autocast
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
 from sigattn.ops.problem import P, new_output
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
@@ -31,6 +33,11 @@ _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep
     "int": "SymInt",
     "bool": "bool",
 }
+# an op computes with autocast disabled, because its operands have been cast before
+_AUTOCAST = functools.reduce(
+    operator.or_,
+    (torch._C.DispatchKeySet(key) for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")),
+)
 _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -42,8 +49,8 @@ class Backend(Generic[P]):
     """Implementation of an operator.
 
     Attributes:
-        forward: returns the output of a problem, with the strides of ``new_output``, and the saved weights: those that
-            ``saved_weights`` describes if the second argument is True, else an empty tensor.
+        forward: returns the output of a problem, with the strides of ``new_output``, and the saved weights. The second
+            argument is what ``saved_weights`` returned; if it is None, the weights are an empty tensor.
         unavailable: returns the reason why a problem is not supported, or None. It must not read the values of tensors,
             because it is called outside the op, where a compiler may be tracing.
         backward: returns the gradients of a problem, given the gradient of the output, the saved weights (empty: they
@@ -55,10 +62,10 @@ class Backend(Generic[P]):
             None if there are none.
     """
 
-    forward: Callable[[P, bool], tuple[Tensor, Tensor]]
+    forward: Callable[[P, Saved | None], tuple[Tensor, Tensor]]
     unavailable: Callable[[P], str | None]
     backward: Callable[[P, Tensor, Tensor, NeedsGrad], Gradients] | None = None
-    saved_weights: Callable[[P], tuple[tuple[int, ...], torch.dtype] | None] = lambda _: None
+    saved_weights: Callable[[P], Saved | None] = lambda _: None
     device_type: str | None = None
     can_be_default: Callable[[P], bool] | None = None
 
@@ -194,14 +201,15 @@ class Operator(Generic[P]):
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
             )
         save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
-        return autograd.record(self._node)(keyset, (*args[self.num_tensors : -1], save), *tensors)
+        with enable_single_level_autograd_function():  # for the transforms of torch.func
+            return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         *fields, backend, save = args
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
-        save = save and implementation.saved_weights(problem) is not None
-        with without_autocast(problem.query.device.type):
-            return implementation.forward(problem, save)
+        saved = implementation.saved_weights(problem) if save else None
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return implementation.forward(problem, saved)
 
     def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         *fields, backend, save = args
@@ -225,7 +233,7 @@ class Operator(Generic[P]):
         *fields, backend, needs_grad = args
         problem, backward = self.checked(self.problem_type(*fields)), self.backends[backend].backward
         assert backward is not None
-        with without_autocast(problem.query.device.type):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             gradients = backward(problem, grad_out, weights, NeedsGrad(*needs_grad))
         return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
 
@@ -244,7 +252,8 @@ class Operator(Generic[P]):
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
             return autograd.redispatch(self.backward_op, keyset, args)
-        return autograd.record(self._backward_node)(keyset, args[2 + self.num_tensors :], *tensors)
+        with enable_single_level_autograd_function():
+            return self._backward_node.apply(keyset, args[2 + self.num_tensors :], *tensors)
 
     def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""
@@ -261,7 +270,7 @@ class Operator(Generic[P]):
                 g for g in self._formula_backward(problem, grad, grad, NeedsGrad(*needs_grad)) if g is not None
             )
 
-        with without_autocast(grad_out.device.type):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             results, pullback = torch.func.vjp(gradients, *(inputs[i] for i in needed))[:2]
             wanted = (grad for grad, needed in zip(grads, needs_grad, strict=True) if needed)
             second = pullback(
@@ -272,7 +281,7 @@ class Operator(Generic[P]):
 
     # -- the backend "reference" ----------------------------------------------------------------------------------
 
-    def _formula_forward(self, problem: P, save: bool) -> tuple[Tensor, Tensor]:
+    def _formula_forward(self, problem: P, saved: Saved | None) -> tuple[Tensor, Tensor]:
         assert self.formula is not None
         return self.formula(problem), problem.query.new_empty(0)
 

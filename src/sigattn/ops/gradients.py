@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+Saved = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of the weights that a forward pass saves
 
 
 class NeedsGrad(NamedTuple):

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import autograd, blocked, triton, validation
-from sigattn.ops.autocast import cast_operands
 from sigattn.ops.custom_ops import Backend, Operator, library
-from sigattn.ops.operands import as_index, make_problem
+from sigattn.ops.operands import as_index, cast_operands, make_problem
 from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "sigmoid_kvcache_attention"
@@ -211,8 +210,8 @@ def sigmoid_kvcache_attention(
     if left_padding is not None:
         validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
     validation.flag(_NAME, "is_causal", is_causal)
-    _, scale, window = validation.numbers(_NAME, 0.0, scale, window)
-    softcap, num_splits = validation.softcap(_NAME, softcap), validation.count(_NAME, "num_splits", num_splits)
+    _, scale, window, softcap = validation.numbers(_NAME, 0.0, scale, window, softcap)
+    num_splits = validation.count(_NAME, "num_splits", num_splits)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
     block_table = None if block_table is None else as_index(block_table)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import settings
+from sigattn.ops.autocast import is_autocast_enabled
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, P
 
 
@@ -40,6 +41,7 @@ def make_problem(
         fields: fields of ``kind`` that are the same in the operator's arguments and in its problems.
     """
     left, right = combine_window(window, is_causal)
+    precision = settings.current_precision if precision is None else settings.checked_precision(precision)
     for name, value_of_field in fields.items():
         if isinstance(value_of_field, Tensor):
             fields[name] = as_index(value_of_field)
@@ -56,8 +58,22 @@ def make_problem(
         alibi_slopes=None if alibi_slopes is None else two_sided_slopes(alibi_slopes),
         left=left,
         right=right,
-        fast=settings.is_fast(precision),
+        fast=precision == "fast",
         **fields,
+    )
+
+
+def cast_operands(*operands: Any) -> tuple[Any, ...]:
+    """Return operands in autocast's dtype if autocast is enabled on the device of the first, else unchanged."""
+    if not torch._C._is_any_autocast_enabled():
+        return operands
+    first = operands[0]
+    if not isinstance(first, Tensor) or not is_autocast_enabled(first.device.type):
+        return operands
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 else t
+        for t in operands
     )
 
 

@@ -6,7 +6,7 @@ from sigattn.ops import validation
 
 PRECISIONS = ("accurate", "fast")
 
-_precision = "accurate"
+current_precision = "accurate"
 
 
 def set_sigmoid_precision(precision: str) -> None:
@@ -23,19 +23,17 @@ def set_sigmoid_precision(precision: str) -> None:
 
     >>> set_sigmoid_precision("accurate")
     """
-    global _precision
+    global current_precision
     validation.choice("set_sigmoid_precision", "precision", precision, PRECISIONS, optional=False)
-    _precision = precision
+    current_precision = precision
 
 
 def get_sigmoid_precision() -> str:
     """Return the current setting of ``set_sigmoid_precision``: "accurate" or "fast"."""
-    return _precision
+    return current_precision
 
 
-def is_fast(precision: str | None) -> bool:
-    """Return True if a call with this precision may use the fast form; None uses the process-wide setting."""
-    if precision is None:
-        return _precision == "fast"
-    validation.choice("sigattn", "sigmoid precision", precision, PRECISIONS)
-    return precision == "fast"
+def checked_precision(precision: str) -> str:
+    """Return the precision of a call; raise ValueError if it is not one of ``PRECISIONS``."""
+    validation.choice("sigattn", "sigmoid precision", precision, PRECISIONS, optional=False)
+    return precision

@@ -199,11 +199,12 @@ def numbers(
     dropout_p: Any,
     scale: Any,
     window: Any,
+    softcap: Any = 0.0,
     *,
     scale_name: str = "scale",
     window_name: str = "window",
-) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Return a probability, a number or None, and a window or None, as Python's own; raise for anything else."""
+) -> tuple[float, float | None, tuple[int, int] | None, float]:
+    """Return dropout_p, scale, window and softcap as Python's own numbers; raise unless they are in their ranges."""
     if type(dropout_p) is not float:
         dropout_p = scalars.real(caller, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
@@ -212,7 +213,11 @@ def numbers(
         scale = scalars.real(caller, scale_name, scale)
         if scale != scale:
             raise ValueError(f"{caller}: {scale_name} is NaN")
-    return dropout_p, scale, None if window is None else _window(caller, window_name, window)
+    if type(softcap) is not float:
+        softcap = scalars.real(caller, "softcap", softcap)
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {softcap!r}")
+    return dropout_p, scale, None if window is None else _window(caller, window_name, window), softcap
 
 
 def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
@@ -225,15 +230,6 @@ def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
         )
     # the largest integers, which some write for unlimited, would overflow where kernels add them to positions
     return -1 if left >= _NO_DISTANCE else left, -1 if right >= _NO_DISTANCE else right
-
-
-def softcap(caller: str, value: Any) -> float:
-    """Return a finite number, at least 0, as Python's own; raise for anything else."""
-    if type(value) is not float:
-        value = scalars.real(caller, "softcap", value)
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {value!r}")
-    return value
 
 
 def count(caller: str, name: str, value: Any) -> int:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import blocked, reference, triton, validation
-from sigattn.ops.autocast import cast_operands
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import make_problem
+from sigattn.ops.operands import cast_operands, make_problem
 from sigattn.ops.problem import VarlenProblem
 
 _NAME = "sigmoid_varlen_attention"
@@ -146,7 +145,7 @@ def sigmoid_varlen_attention(
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
     validation.flag(_NAME, "is_causal", is_causal)
-    dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
+    dropout_p, scale, window, softcap = validation.numbers(_NAME, dropout_p, scale, window, softcap)
     validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = make_problem(
         VarlenProblem,
@@ -164,7 +163,7 @@ def sigmoid_varlen_attention(
         attn_mask=attn_mask,
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
-        softcap=validation.softcap(_NAME, softcap),
+        softcap=softcap,
     )
     return VARLEN(problem, backend)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, Tiling, arithmetic, choose_tiles, groups, padded
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, distances, new_output
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
@@ -24,7 +24,7 @@ def unavailable(_: Problem | VarlenProblem | KVCacheProblem) -> None:
     """Support every problem; always returns None."""
 
 
-def saved_weights(problem: Problem) -> tuple[tuple[int, ...], torch.dtype] | None:
+def saved_weights(problem: Problem) -> Saved | None:
     """Return shape and dtype of the weights to save for the backward pass, (B, Hq, padded N, padded M), or None.
 
     Saving them makes a backward pass of four products instead of five. It is done on a CPU if they take a few times the
@@ -43,11 +43,11 @@ def saved_weights(problem: Problem) -> tuple[tuple[int, ...], torch.dtype] | Non
     return (shape, dtype) if fits and batch * heads * n * m else None
 
 
-def forward(problem: Problem, save: bool = False) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, saved: Saved | None) -> tuple[Tensor, Tensor]:
     """Return the output of sigmoid attention, (B, Hq, N, Dv), and the saved weights, or an empty tensor."""
     out = new_output(problem.query, problem.value.shape[-1])
-    saved = saved_weights(problem) if save else None
-    weights = problem.query.new_empty(0 if saved is None else saved[0], dtype=None if saved is None else saved[1])
+    shape, dtype = saved or ((0,), None)
+    weights = problem.query.new_empty(shape, dtype=dtype)
     attend(problem, out, weights)
     return out, weights
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
 
 # measured on CPUs
@@ -20,7 +20,7 @@ PIECE = 1 << 19  # elements of K that are computed at a time, so that converted 
 COPIED = 1 << 15  # elements of a sample's K that are copied to batch samples
 
 
-def varlen_forward(problem: VarlenProblem, save: bool = False) -> tuple[Tensor, Tensor]:
+def varlen_forward(problem: VarlenProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
     """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and an empty tensor."""
     out, nothing = new_output(problem.query, problem.value.shape[2]), problem.query.new_empty(0)
     end = 0
@@ -66,7 +66,7 @@ def _heads_first(t: Tensor) -> Tensor:  # (n, H, E) → (1, H, n, E)
     return t.transpose(0, 1).unsqueeze(0)
 
 
-def kvcache_forward(problem: KVCacheProblem, save: bool = False) -> tuple[Tensor, Tensor]:
+def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
     """Return the output of new queries against a cache, (B, N, Hq, Dv), and an empty tensor.
 
     Samples are computed one by one, unless they have the same length and it takes no large copy to batch them. A long

@@ -8,41 +8,32 @@ import re
 import sys
 
 import torch
-from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, forward, saved_weights
 from sigattn.ops.problem import Problem
+
+__all__ = ["backward", "can_be_default", "forward", "machine_unavailable", "saved_weights", "unavailable"]
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
 _PROCESSOR = torch.cpu.get_capabilities()
-# AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
-_MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
-MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
-_NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
+# Instruction sets on which the kernels were measured as faster than PyTorch's products (docs/log.md): those of x86 from
+# AVX2 on, except that AMX, matrix units for bfloat16 that vectors cannot match, serves oneDNN's products. Not ARM, on
+# which they have never run.
+_FAST = {
+    torch.float32: bool(_PROCESSOR.get("avx2")),
+    torch.bfloat16: bool(_PROCESSOR.get("avx2")) and not _PROCESSOR.get("amx_bf16"),
+}
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
 def can_be_default(problem: Problem) -> bool:
     """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
-    if not _MEASURED:
+    if not _FAST.get(problem.query.dtype):
         return False
-    recorded = torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
     mask = problem.attn_mask
     if mask is not None and mask.is_floating_point() and torch._C._are_functorch_transforms_active():
         return False  # of a mapped tensor it is not known whether its gradient is needed
-    return not recorded and is_long_enough(problem.query, problem.value)
-
-
-def is_long_enough(query: Tensor, value: Tensor) -> bool:
-    """Return True if products of PyTorch take more time for so many keys than the kernels, whose tiles have 64.
-
-    The numbers of keys were measured on Zen 4 and Zen 5 (docs/log.md). Heads of bfloat16 that are not whole vectors
-    are copied.
-    """
-    m, (d, dv) = value.shape[2], (query.shape[3], value.shape[3])
-    if query.dtype is torch.float32:
-        return bool(m >= 32)
-    return query.dtype is torch.bfloat16 and bool(m >= (64 if d % 32 or dv % 32 else 16))
+    return not (torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing())
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -55,7 +46,7 @@ def unavailable(problem: Problem) -> str | None:
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
     if p.attn_mask is not None and p.attn_mask.requires_grad:
-        return _NO_GRADIENT_OF_MASK
+        return NO_GRADIENT_OF_MASK
     if p.mask_table is None and not p.softcap:
         return None
     given = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
@@ -96,34 +87,3 @@ def _machine_unavailable() -> str | None:
 
 def _not_imported(error: Exception) -> str:
     return f"llvmlite cannot be imported: {type(error).__name__}: {error}"
-
-
-def saved_weights(problem: Problem) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return shape and dtype of the weights to save for the backward pass, or None if they are not saved.
-
-    Saved weights spare the backward pass one of five products; with more memory, its page faults would cost more.
-    """
-    from sigattn.ops.llvm import calls
-
-    p = problem
-    (batch, heads, n, d), (_, key_heads, m, dv) = p.query.shape, p.value.shape
-    inputs, columns = heads * n * d + key_heads * m * (d + dv), calls.columns_of_weights(p)
-    if p.seed is not None or not batch * m or heads * n * columns > MAX_SAVED * inputs:
-        return None
-    return (batch, heads, n, columns), p.query.dtype
-
-
-def forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor]:  # (B, Hq, N, Dv), and saved weights
-    """Return the output of sigmoid attention, and the weights that ``saved_weights`` describes, or an empty tensor."""
-    from sigattn.ops.llvm import calls
-
-    return calls.forward(problem, save)
-
-
-def backward(problem: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
-    from sigattn.ops.llvm import calls
-
-    if needs_grad.attn_mask:
-        raise RuntimeError(f"sigmoid_attention: backend 'llvm': {_NO_GRADIENT_OF_MASK}")
-    return calls.backward(problem, grad_out, weights, needs_grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int64, c_void_p
 
 ANYWHERE = 1 << 40  # a window side without a limit
+FORWARD_ROWS = 192  # queries of a task of the kernel "forward"
 
 
 class Strided(Structure):

@@ -1,45 +1,80 @@
-"""Calls of backend "llvm": a problem as arguments of the kernels, with copies where a tensor's layout needs them."""
+"""Calls of backend "llvm": a problem as arguments of the kernels, with copies where a tensor's layout needs them.
+
+The kernels run on the threads of OpenMP. llvmlite is imported when they are compiled, at the first call of a dtype.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
-from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.llvm.arguments import KernelArguments, Strided
-from sigattn.ops.llvm.kernels import FORWARD_ROWS
-from sigattn.ops.llvm.launch import kernels
+from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import Memory, make_plan, round_up
+from sigattn.ops.memory import keep_memory_warm
 from sigattn.ops.problem import Problem, new_output
 
+MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
+NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
+# offsets of fields that others point to, as tensors of one number
+_BIAS_VALUE: int = KernelArguments.bias_value.offset
+_M: int = KernelArguments.m.offset
 
-def forward(p: Problem, save: bool) -> tuple[Tensor, Tensor]:  # (B, Hq, N, Dv), (B, Hq, N, tiles of M)
-    """Return the output of sigmoid attention, and the weights if they are to be saved, else an empty tensor."""
+# LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
+# llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
+_compilation = threading.RLock()
+os.register_at_fork(
+    before=_compilation.acquire, after_in_parent=_compilation.release, after_in_child=_compilation.release
+)
+
+
+def saved_weights(p: Problem) -> Saved | None:
+    """Return shape and dtype of the weights to save, (B, Hq, N, tiles of M), or None if they are not saved.
+
+    Saved weights spare the backward pass one of five products; with more memory, its page faults would cost more.
+    """
+    (batch, heads, n, d), (_, key_heads, m, dv) = p.query.shape, p.value.shape
+    tile = kernels(p.query.dtype).tile
+    columns = -(-m // tile) * tile
+    inputs = heads * n * d + key_heads * m * (d + dv)
+    if p.seed is not None or not batch * m or heads * n * columns > MAX_SAVED * inputs:
+        return None
+    return (batch, heads, n, columns), p.query.dtype
+
+
+def forward(p: Problem, saved: Saved | None) -> tuple[Tensor, Tensor]:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and the saved weights, or an empty tensor."""
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     out = new_output(p.query, dv)
+    weights = p.query.new_empty(0 if saved is None else saved[0])
     if not out.numel() or not m:
-        return out.zero_(), p.query.new_empty(0)
-    call = _Call(p)
+        return out.zero_(), weights
+    call = _Call(p, kernels(p.query.dtype))
+    call.set_operands(query=p.query, key=p.key, value=p.value)
     call.allocate(call.plan.forward)
     target = call.set_result("out", out)
-    weights = p.query.new_empty((batch, heads, n, columns_of_weights(p)) if save else 0)
-    if save:
-        call.set_weights(weights)
+    if saved is not None:
+        call.args.saves, call.args.weights = 1, weights.data_ptr()
     blocks = -(-n // FORWARD_ROWS)
     if blocks == 1 and heads == kv_heads:
         call.args.packs_keys = 1
     else:
-        call.run("pack", batch * kv_heads)
-    call.run("forward", batch * heads * blocks)
-    return _copied(target, out), weights
+        call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
+    call.kernels.run("forward", batch * heads * blocks, call.args, call.plan.threads)
+    return out if target is out else out.copy_(target[..., :dv]), weights
 
 
 def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
+    if needs_grad.attn_mask:
+        raise RuntimeError(f"sigmoid_attention: backend 'llvm': {NO_GRADIENT_OF_MASK}")
     (batch, heads, n, _), (_, kv_heads, m, _) = p.query.shape, p.value.shape
     grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
     needs_row_sums = needs_grad.bias or needs_grad.alibi_slopes
@@ -48,16 +83,15 @@ def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGra
         for grad in grads:
             grad.zero_()
     else:
-        call = _Call(p)
-        splits = call.plan.splits
+        call = _Call(p, kernels(p.query.dtype))
+        splits, threads = call.plan.splits, call.plan.threads
+        call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
         call.allocate(call.plan.backward)
         if row_sums is not None:
             row_sums = row_sums.expand(splits, -1, -1, -1, -1).contiguous()
-            call.set("row_sums", row_sums)
-            call.args.row_sums_size = 1 if p.alibi_slopes is None else 3
-        call.set_operand("grad_out", grad_out)
+            call.args.row_sums, call.args.row_sums_size = row_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
         if weights.numel():
-            call.set_weights(weights)
+            call.args.saves, call.args.weights = 1, weights.data_ptr()
         names = ("grad_query", "grad_key", "grad_value")
         targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
         if splits > 1:  # each has its own gradient of the queries
@@ -68,11 +102,13 @@ def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGra
             else:
                 call.set("grad_query_sums", partial)
         if call.kernels.per_word == 2:
-            call.run("pair_queries", batch * heads)
-        call.run("backward", batch * kv_heads * splits)
+            call.kernels.run("pair_queries", batch * heads, call.args, threads)
+        call.kernels.run("backward", batch * kv_heads * splits, call.args, threads)
         if splits > 1:
             targets[0].copy_(partial.sum(0))
-        grads = [_copied(target, grad) for target, grad in zip(targets, grads, strict=True)]
+        for grad, target in zip(grads, targets, strict=True):
+            if target is not grad:
+                grad.copy_(target[..., : grad.shape[-1]])
     query, key, value = (t if is_needed else None for t, is_needed in zip(grads, needs_grad[:3], strict=True))
     if row_sums is None:
         return Gradients(query, key, value, None, None, None)
@@ -81,39 +117,35 @@ def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGra
     return Gradients(query, key, value, bias, None, slopes)
 
 
-def columns_of_weights(p: Problem) -> int:
-    """Return the number of columns of saved weights, whole tiles of keys."""
-    return round_up(p.key.shape[2], kernels(p.query.dtype).registers.tile)
-
-
 def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
     """Sum over splits of keys, and over the dimensions in which a tensor has size 1, in its dtype."""
     return None if like is None else t.sum(0).sum_to_size(like.shape).to(like.dtype)
-
-
-def _copied(target: Tensor, result: Tensor) -> Tensor:
-    """Return a result that was computed in ``target``."""
-    return result if target is result else result.copy_(target[..., : result.shape[-1]])
 
 
 class _Call:
     """Arguments of the kernels, those that both passes need, and the tensors that must outlive the call.
 
     Args:
-        p: the problem.
+        p: the problem, not empty.
+        kernels: those of the query's dtype.
     """
 
-    def __init__(self, p: Problem) -> None:
-        self.kernels = kernels(p.query.dtype)
-        self.tile = self.kernels.registers.tile
-        numbers = p.scale_value, p.left, p.right, p.query_offset
-        self.plan = make_plan(self.kernels, torch.get_num_threads(), p.query.shape, p.value.shape, *numbers)
+    def __init__(self, p: Problem, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.plan = make_plan(
+            self.kernels, torch.get_num_threads(), p.query.shape, p.value.shape, p.scale, p.left, p.right,
+            p.query_offset,
+        )  # fmt: skip
         self.args = KernelArguments.from_buffer_copy(self.plan.args)
+        address = ctypes.addressof(self.args)
+        self.args.bias.data, self.args.lengths = address + _BIAS_VALUE, address + _M
         self._tensors: list[Tensor] = []
-        for name, operand in (("query", p.query), ("key", p.key), ("value", p.value)):
-            self.set_operand(name, operand)
-        self._set_bias(p)
-        self._set_lengths(p)
+        if p.bias is not None or p.key_lengths is not None:
+            self._set_bias(p)
+        if p.key_lengths is not None:
+            # a copy within bounds, because whoever shares the memory of the lengths may change them during the call
+            self.set("lengths", p.key_lengths.to(torch.int64).clamp(0, p.key.shape[2]).contiguous())
+            self.args.lengths_batch_stride = 1
         if p.alibi_slopes is not None:
             slopes = p.alibi_slopes.float().contiguous()
             self.set("slopes", slopes)
@@ -123,42 +155,52 @@ class _Call:
         if p.seed is not None:
             self._set_dropout(p, p.seed)
 
-    def run(self, kernel: str, tasks: int) -> None:
-        """Run a kernel."""
-        self.kernels.run(kernel, tasks, self.args, self.plan.threads)
-
     def set(self, name: str, tensor: Tensor, *strides: int) -> None:
         """Set the address and the strides of a tensor."""
         self._tensors.append(tensor)
         setattr(self.args, name, Strided(tensor.data_ptr(), *strides) if strides else tensor.data_ptr())
 
-    def set_operand(self, name: str, tensor: Tensor) -> None:
-        """Set a tensor that the kernels read."""
-        self.set(name, *_readable(tensor, self.kernels.multiple))
+    def set_operands(self, **operands: Tensor) -> None:
+        """Set tensors that the kernels read, copied unless their rows are contiguous, and whole vectors of words."""
+        per_word, multiple = self.kernels.per_word, self.kernels.multiple
+        for name, tensor in operands.items():
+            if missing := -tensor.shape[-1] % multiple:
+                tensor = F.pad(tensor, (0, missing))
+            elif tensor.stride(-1) != 1:
+                tensor = tensor.contiguous()
+            b, h, n, _ = tensor.stride()
+            if per_word == 2 and ((b | h | n) % 2 or tensor.data_ptr() % 4):
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                b, h, n, _ = tensor.stride()
+            self._tensors.append(tensor)
+            setattr(self.args, name, Strided(tensor.data_ptr(), b // per_word, h // per_word, n // per_word))
 
     def set_result(self, name: str, result: Tensor) -> Tensor:
         """Set the tensor that the kernels write, and return it.
 
         It is the result, or a larger tensor if its rows are not contiguous or not a multiple of a vector.
         """
-        if result.shape[-1] % self.kernels.multiple or result.stride(-1) != 1:
-            result = result.new_empty(*result.shape[:-1], round_up(result.shape[-1], self.kernels.multiple))
-        self.set(name, result, *result.stride()[:3])
+        if missing := -result.shape[-1] % self.kernels.multiple:
+            result = result.new_empty(*result.shape[:-1], result.shape[-1] + missing)
+        elif result.stride(-1) != 1:
+            result = result.new_empty(result.shape)
+        self._tensors.append(result)
+        setattr(self.args, name, Strided(result.data_ptr(), *result.stride()[:3]))
         return result
 
-    def set_weights(self, weights: Tensor) -> None:
-        """Let the kernels save the weights, or read them."""
-        self.args.saves = 1
-        self.set("weights", weights)
-
     def allocate(self, memory: Memory) -> None:
-        """Allocate the memory of a pass."""
-        self._tensors += memory.allocate(self.args, self._tensors[0])
-
-    def _point(self, field: str) -> int:
-        """Return the address of a field of the arguments, which is thus a tensor of one number."""
-        offset: int = getattr(KernelArguments, field).offset
-        return ctypes.addressof(self.args) + offset
+        """Set the fields of a pass's memory to uninitialised memory on the device of the operands."""
+        like, args = self._tensors[-1], self.args
+        if not memory.is_one_allocation:
+            for name, size in memory.sizes.items():
+                self._tensors.append(like.new_empty(size, dtype=torch.uint8))
+                setattr(args, name, self._tensors[-1].data_ptr())
+            return
+        self._tensors.append(like.new_empty(memory.total, dtype=torch.uint8))
+        address = self._tensors[-1].data_ptr()
+        for name, size in memory.sizes.items():
+            setattr(args, name, address)
+            address += size
 
     def _set_bias(self, p: Problem) -> None:
         bias = p.bias_value()
@@ -167,15 +209,6 @@ class _Call:
             self.set("bias", bias, *bias.expand(*p.query.shape[:3], 1).stride()[:3])
         else:
             self.args.bias_value = bias
-            self.args.bias.data = self._point("bias_value")
-
-    def _set_lengths(self, p: Problem) -> None:
-        if p.key_lengths is None:
-            self.args.lengths = self._point("m")
-            return
-        # a copy within bounds, because whoever shares the memory of the lengths may change them during the call
-        self.set("lengths", p.key_lengths.to(torch.int64).clamp(0, p.key.shape[2]).contiguous())
-        self.args.lengths_batch_stride = 1
 
     def _set_mask(self, p: Problem, mask: Tensor) -> None:
         """Set a mask of bool or float32, copied unless its rows are contiguous and a multiple of a tile."""
@@ -185,7 +218,7 @@ class _Call:
         mask = mask.expand(*mask.shape[:3], m)
         if mask.dtype is not torch.bool:
             mask = mask.float()
-        missing = -m % self.tile
+        missing = -m % self.kernels.tile
         mask = F.pad(mask, (0, missing)) if missing else mask
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         self.args.mask_itemsize = mask.itemsize
@@ -196,22 +229,47 @@ class _Call:
         device = p.query.device  # not the default device, which may be another
         heads = torch.arange(p.query.shape[0] * p.query.shape[1], device=device) + p.first_head
         rows = torch.arange(p.query.shape[2], device=device) + p.query_offset
-        columns = torch.arange(round_up(p.key.shape[2], self.tile), device=device)
+        columns = torch.arange(round_up(p.key.shape[2], self.kernels.tile), device=device)
         self.args.dropout, self.args.keep_from, self.args.keep_scale = 1, threshold(p.dropout_p), p.keep_scale
         self.set("row_hashes", row_hashes(seed, heads, rows))
         self.set("column_hashes", column_hashes(seed, columns))
 
 
-def _readable(tensor: Tensor, multiple: int) -> tuple[Tensor, int, int, int]:
-    """Return a tensor and its strides in words, copied unless its rows are contiguous and a multiple of a vector."""
-    if missing := -tensor.shape[-1] % multiple:
-        tensor = F.pad(tensor, (0, missing))
-    elif tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
-    b, h, n, _ = tensor.stride()
-    if tensor.itemsize == 4:
-        return tensor, b, h, n
-    if (b | h | n) % 2 or tensor.data_ptr() % 4:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        b, h, n, _ = tensor.stride()
-    return tensor, b // 2, h // 2, n // 2
+class Kernels:
+    """Compiled kernels of sigmoid attention (``kernels.NAMES``) for tensors of one dtype.
+
+    Attributes:
+        per_word: elements of a tensor in a word of 32 bits.
+        multiple: elements of a tensor in a vector.
+        tile: columns of a tile.
+    """
+
+    def __init__(self, per_word: int) -> None:
+        from sigattn.ops.llvm.compilation import compile_kernels
+
+        keep_memory_warm()
+        self._jit, self._addresses, registers = compile_kernels(per_word)
+        self.per_word = per_word
+        self.multiple: int = per_word * registers.lanes
+        self.tile: int = registers.tile
+        # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
+        self._on_threads: Any = ctypes.CDLL(None).GOMP_parallel
+        self._on_threads.restype = None
+        self._on_threads.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+    def run(self, name: str, tasks: int, args: KernelArguments, threads: int) -> None:
+        """Run a kernel on at most as many threads as there are tasks."""
+        args.counter, args.tasks = 0, tasks
+        self._on_threads(self._addresses[name], ctypes.addressof(args), min(threads, tasks), 0)
+
+
+_compiled: dict[torch.dtype, Kernels] = {}
+
+
+def kernels(dtype: torch.dtype) -> Kernels:
+    """Return the kernels for tensors of a dtype on this machine, compiled once in a process."""
+    if dtype not in _compiled:
+        with _compilation:
+            if dtype not in _compiled:
+                _compiled[dtype] = Kernels(4 // dtype.itemsize)
+    return _compiled[dtype]

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
+from sigattn.ops.llvm.arguments import FORWARD_ROWS
 from sigattn.ops.llvm.builder import INT8, INT16, INT32, INT64, Builder, Matrix, Pointer, Value
 from sigattn.ops.llvm.copies import Copies
 from sigattn.ops.llvm.processor import Registers
 
-FORWARD_ROWS = 192  # queries of a task
 BACKWARD_ROWS = 96  # queries of a block, whose weights and gradients stay in the cache for dV and dK
 NAMES = {1: ("pack", "forward", "backward"), 2: ("pack", "forward", "pair_queries", "backward")}  # by elements per word
 

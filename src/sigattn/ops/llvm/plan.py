@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sigattn.ops.llvm.arguments import ANYWHERE, KernelArguments
-from sigattn.ops.llvm.launch import Kernels
-from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.problem import UNLIMITED, log_length_bias, scale_or_default
+
+if TYPE_CHECKING:
+    from sigattn.ops.llvm.calls import Kernels
 
 _LINE = 64  # bytes of a cache line, and of the widest vector
 # Up to this size in bytes, all memory of a call is one allocation (saves 2 µs for each other one). Larger memory is
@@ -23,27 +23,16 @@ _ONE_THREAD = 1 << 18
 class Memory:
     """Memory of a call.
 
-    Args:
+    Attributes:
         sizes: bytes for each field of the arguments that points to memory.
+        total: their sum.
+        is_one_allocation: True if all fields point into one tensor.
     """
 
     def __init__(self, **sizes: int) -> None:
         self.sizes = {name: round_up(size, _LINE) for name, size in sizes.items()}
         self.total = sum(self.sizes.values())
-
-    def allocate(self, args: KernelArguments, like: Tensor) -> list[Tensor]:
-        """Set the fields to uninitialised memory on a tensor's device; return the tensors that own it."""
-        if self.total > _ONE_ALLOCATION:
-            tensors = [like.new_empty(size, dtype=torch.uint8) for size in self.sizes.values()]
-            for name, tensor in zip(self.sizes, tensors, strict=True):
-                setattr(args, name, tensor.data_ptr())
-            return tensors
-        memory = like.new_empty(self.total, dtype=torch.uint8)
-        address = memory.data_ptr()
-        for name, size in self.sizes.items():
-            setattr(args, name, address)
-            address += size
-        return [memory]
+        self.is_one_allocation = self.total <= _ONE_ALLOCATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +40,7 @@ class Plan:
     """What the shapes of a call, its scale and its window determine.
 
     Attributes:
-        args: the kernels' arguments without addresses.
+        args: the kernels' arguments without addresses; ``bias_value`` is the paper's rule, -log M.
         forward, backward: memory of the passes.
         splits: parts of a head's keys in the backward pass.
         threads: number of threads.
@@ -70,19 +59,20 @@ def make_plan(
     threads: int,
     query: tuple[int, ...],
     value: tuple[int, ...],
-    scale: float,
+    scale: float | None,
     left: int,
     right: int,
     query_offset: int,
 ) -> Plan:
-    """Return the plan of a call, given the number of PyTorch's threads and the shapes of query and value."""
+    """Return the plan of a call, given the number of PyTorch's threads and the shapes of query and value, not empty."""
     (batch, heads, n, d), (_, kv_heads, m, dv) = query, value
-    per_word, tile = kernels.per_word, kernels.registers.tile
+    per_word, tile = kernels.per_word, kernels.tile
     if batch * heads * n * m * max(d, dv) < _ONE_THREAD:
         threads = 1
     splits = number_of_splits(batch * kv_heads, -(-m // tile), threads)
     head_dim, value_dim = (round_up(size, kernels.multiple) for size in (d, dv))
-    args = KernelArguments(scale=scale, heads=heads, heads_per_kv=heads // kv_heads, n=n, m=m, splits=splits)
+    args = KernelArguments(heads=heads, heads_per_kv=heads // kv_heads, n=n, m=m, splits=splits)
+    args.scale, args.bias_value = scale_or_default(scale, d), log_length_bias(m)
     args.head_dim, args.value_dim, args.query_offset = head_dim, value_dim, query_offset
     args.left, args.right = (ANYWHERE if side == UNLIMITED else side for side in (left, right))
 

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -45,14 +45,14 @@ def _device_unavailable(device: torch.device) -> str | None:
     return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
 
 
-def forward(problem: Problem | VarlenProblem, save: bool) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> tuple[Tensor, Tensor]:
     """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv), and an empty tensor: no weights are saved."""
     from sigattn.ops.triton import launch
 
     return launch.forward(problem), problem.query.new_empty(0)
 
 
-def kvcache_forward(problem: KVCacheProblem, save: bool) -> tuple[Tensor, Tensor]:
+def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> tuple[Tensor, Tensor]:
     """Return the output of queries against a cache, (B, N, Hq, Dv), and an empty tensor."""
     from sigattn.ops.triton import launch_decode
 
