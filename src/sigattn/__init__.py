@@ -6,6 +6,7 @@ Functions::
     sigmoid_varlen_attention  packed sequences, with the arguments of torch.nn.attention.varlen.varlen_attn and more
     sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged, that is appended to in place
     attention_statistics      row mass, output norm, largest logit and sparsity of a call
+    FLOP_FORMULAS             for torch.utils.flop_counter.FlopCounterMode(custom_mapping=sigattn.FLOP_FORMULAS)
     log_length_bias           -log n, the paper's rule for b
     convert, restore          softmax models converted to sigmoid attention, and loaded
     set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 try:
     from sigattn import flash
     from sigattn.ops.attention import sigmoid_attention
+    from sigattn.ops.custom_ops import FLOP_FORMULAS
     from sigattn.ops.kvcache import sigmoid_kvcache_attention
     from sigattn.ops.problem import log_length_bias
     from sigattn.ops.settings import get_sigmoid_precision, set_sigmoid_precision
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from sigattn.conversion import convert, restore
 
 __all__ = [
+    "FLOP_FORMULAS",
     "AttentionStatistics",
     "attention_statistics",
     "conversion",

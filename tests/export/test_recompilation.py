@@ -26,7 +26,7 @@ def varlen(q, starts, _):
 
 
 def flash_varlen(q, starts, _):
-    return flash.flash_attn_varlen_func(q, q, q, starts, starts, LONGEST, LONGEST, causal=True, sigmoid_bias="-log n")
+    return flash.flash_attn_varlen_func(q, q, q, starts, starts, LONGEST, LONGEST, causal=True)
 
 
 def flash_varlen_qkvpacked(q, starts, _):

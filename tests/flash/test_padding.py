@@ -49,7 +49,7 @@ def test_gradients_of_repeated_indices_are_summed():
 def test_attention_of_packed_and_padded_batches_agrees():
     q, k, v = torch.randn(3, 4, 5, 2, 8).unbind()
     (q_, indices, starts, longest, _), (k_, *_), (v_, *_) = (unpad_input(t, MASK) for t in (q, k, v))
-    out = flash_attn_varlen_func(q_, k_, v_, starts, starts, longest, longest, causal=True, sigmoid_bias="-log n")
+    out = flash_attn_varlen_func(q_, k_, v_, starts, starts, longest, longest, causal=True)
     want = sigmoid_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, key_lengths=LENGTHS)
     ours = pad_input(out, indices, 4, 5)
     torch.testing.assert_close(ours, torch.where(MASK[..., None, None], want.transpose(1, 2), 0))

@@ -158,9 +158,7 @@ def test_used_rows(backend, used_q, used_k):
         name: None if n is None else torch.tensor(n, dtype=torch.int32, device=device)
         for name, n in (("seqused_q", used_q), ("seqused_k", used_k))
     }
-    out = v3.flash_attn_varlen_func(
-        *given, cu_q, cu_k, 4, 6, causal=True, **used, sigmoid_bias="-log n", backend=backend
-    )
+    out = v3.flash_attn_varlen_func(*given, cu_q, cu_k, 4, 6, causal=True, **used, backend=backend)
     wide = [t.detach().double().cpu().requires_grad_() for t in given]
     truth = torch.zeros(sum(sizes_q), 4, 8, dtype=torch.float64)
     for s in range(3):

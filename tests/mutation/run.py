@@ -52,7 +52,6 @@ LIKELY = {
     "custom_ops": "test_pytorch test_backends test_correctness",
     "dropout": "test_dropout",
     "fit": "tests/conversion/test_fit.py tests/conversion/test_quadratic_bias.py",
-    "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
     "llvm": "test_llvm test_llvm_compilation test_llvm_requirements",

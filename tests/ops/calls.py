@@ -112,7 +112,6 @@ PACKED: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
     "dropout": {"dropout_p": 0.25},
     "bias": {"sigmoid_bias": -1.5},
-    "log n": {"sigmoid_bias": "-log n"},
     "deterministic": {"deterministic": True},
     "fast": {},
     "bool mask": {"attn_mask": torch.ones(3, 1, KEYS, KEYS, dtype=torch.bool)},

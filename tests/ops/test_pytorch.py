@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sigattn import flash, log_length_bias, sigmoid_attention, sigmoid_kvcache_attention
+from sigattn import FLOP_FORMULAS, flash, log_length_bias, sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops.problem import Problem
 from tests.ops.cases import COMPILER_NOISE, COMPLETE, wide
 
@@ -415,12 +415,12 @@ def test_autocast(backend):
 def test_flops_are_counted():
     q, k, v = inputs()
     (batch, heads, n, d), (m, dv) = q.shape, v.shape[2:]
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         sigmoid_attention(q, k, v, enable_gqa=True).sum().backward()
     each = 2 * batch * heads * n * m
     assert counter.get_total_flops() == each * (d + dv) + each * (3 * d + 2 * dv)
-    starts = torch.tensor([0, 3, 7])
-    with FlopCounterMode(display=False) as counter:  # each query counts as if it saw the longest sequence
+    starts = torch.tensor([0, 3, 7])  # each query counts as if it saw the longest sequence
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         packed = (t[0].transpose(0, 1)[:7] for t in (q, k, v))
         flash.flash_attn_varlen_func(*packed, starts, starts, 4, 4).sum().backward()
     each = 2 * heads * 7 * 4

@@ -7,12 +7,12 @@ aligned with the last key. As in flash-attn, several query heads may share a key
 
 Every function has four more arguments, after those of flash-attn:
 
-- ``sigmoid_bias``: b. A number; "-log n", the paper's rule (App. E), where n is the number of keys of the sample or
-  sequence; or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or 1). The
-  default is 0, as in the paper's own kernel: pass "-log n" unless the model was trained otherwise.
-  (``flash_attn_with_kvcache`` has neither a default nor the rule.)
+- ``sigmoid_bias``: b. None is the paper's rule, -log n, where n is the number of keys of the sample or sequence (App.
+  E); else a number, or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
+  1). (``flash_attn_with_kvcache`` has no default, because -log n would change as the cache grows. The default of the
+  paper's own kernel is 0.)
 - ``sigmoid_precision``: "accurate" or "fast"; None for the setting of ``sigattn.set_sigmoid_precision``.
-- ``backend``: "triton" or "blocked"; None selects the fastest that supports the call. On a CPU that is "blocked".
+- ``backend``: as in ``sigattn.sigmoid_attention``; None selects the fastest that supports the call.
 - ``attn_mask``: a mask, bool or added to the logits, of the shape that each function documents; None for none.
 
 ``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's

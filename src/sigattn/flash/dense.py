@@ -29,7 +29,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -61,7 +61,7 @@ def flash_attn_func(
         TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
 
     >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()
-    >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
+    >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 128, 4, 64])
     """
     refuse(_NAME, return_attn_probs)
@@ -82,7 +82,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -106,7 +106,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,

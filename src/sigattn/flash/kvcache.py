@@ -40,7 +40,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-    sigmoid_bias: float | str | Tensor | None = None,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -73,8 +73,8 @@ def flash_attn_with_kvcache(
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
         return_softmax_lse: must be False.
         sigmoid_bias: b, required: a number, or a floating-point tensor: 0-d, (B,), (B or 1, Hq or 1), or (B or 1, Hq or
-            1, N or 1) with one for each query. Pass the bias of the training, such as -log of the training length. The
-            rule "-log n" is not supported, because it would change from token to token as the cache grows.
+            1, N or 1) with one for each query. Pass the bias of the training, such as -log of the training length.
+            There is no default, because -log n would change from token to token as the cache grows.
         sigmoid_precision, backend: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits), (B or 1, Hq or 1, N or 1, K) or the
             last dimensions of that. It applies to the last K keys of each sample, new keys included; the keys before

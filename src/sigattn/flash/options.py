@@ -10,8 +10,6 @@ from torch import Tensor
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
 
-LOG_LENGTH = "-log n"
-
 
 class Options(NamedTuple):
     """Options of a call, as they were passed."""
@@ -54,8 +52,7 @@ class Options(NamedTuple):
         validation.choice(caller, "backend", self.backend, tuple(backends))
         if self.alibi_slopes is not None:
             validation.slopes(caller, self.alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
-        is_rule = isinstance(self.sigmoid_bias, str) and self.sigmoid_bias == LOG_LENGTH
-        if not is_rule:
+        if self.sigmoid_bias is not None:
             flash_validation.bias(caller, self.sigmoid_bias, q, batch, queries)
         return {
             "dropout_p": dropout_p,
@@ -65,7 +62,7 @@ class Options(NamedTuple):
             "softcap": softcap,
             "alibi_slopes": self.alibi_slopes,
             "deterministic": self.deterministic,
-            "bias": None if is_rule else operator_bias(self.sigmoid_bias),
+            "bias": None if self.sigmoid_bias is None else operator_bias(self.sigmoid_bias),
             "precision": self.sigmoid_precision,
         }
 

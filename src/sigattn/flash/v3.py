@@ -43,7 +43,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -67,7 +67,7 @@ def flash_attn_func(
         ValueError, TypeError: as in ``sigattn.flash.flash_attn_func``, or for an argument that is not supported.
 
     >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()
-    >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
+    >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 128, 4, 64])
     """
     name = "flash_attn_func"
@@ -93,7 +93,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -142,7 +142,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -152,8 +152,8 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, Hq, D). k: (total_k, Hkv, D). v: (total_k, Hkv, Dv).
         seqused_q, seqused_k: (B,) integers, number of rows of each sequence that are used, from its first; None for
-            all. The alignment and "-log n" count only used rows. Output and gradient of other rows are 0. The used rows
-            are copied.
+            all. The alignment and the default of sigmoid_bias count only used rows. Output and gradient of other rows
+            are 0. The used rows are copied.
         attention_chunk: as in ``flash_attn_func``, by a mask of B · max_seqlen_q · max_seqlen_k entries.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``sigattn.flash.flash_attn_varlen_func``.
         The rest is as in ``flash_attn_func``.
@@ -208,7 +208,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-    sigmoid_bias: float | str | Tensor | None = None,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,

@@ -78,10 +78,8 @@ def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int)
 def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None) -> None:
     """Raise unless b is a number or a tensor (), (B,), (B or 1, Hq or 1) or, with ``queries``, one for each query."""
     heads = q.shape[-2]
-    if isinstance(b, str):
-        wrong(caller, TypeError, 'sigmoid_bias must be a number, "-log n" or a tensor', sigmoid_bias=b)
     if not isinstance(b, Tensor):
-        scalars.real(caller, 'sigmoid_bias, if neither a tensor nor "-log n",', b)
+        scalars.real(caller, "sigmoid_bias, if not a tensor,", b)
         return
     if not b.is_floating_point():
         wrong(caller, TypeError, "sigmoid_bias must be floating point", sigmoid_bias=b)

@@ -34,7 +34,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
             which suits prefill; for decoding see ``flash_attn_with_kvcache``. With gradient.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
-        sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``; "-log n" is each sequence's own.
+        sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
             max_seqlen_q, max_seqlen_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from the
             sequence's first. It combines with causal and window_size. A tree of draft tokens, for example, is a mask
@@ -71,7 +71,7 @@ def flash_attn_varlen_func(
 
     >>> q, k, v = torch.randn(3, 10, 4, 64).unbind()
     >>> starts = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
-    >>> flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True, sigmoid_bias="-log n").shape
+    >>> flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True).shape
     torch.Size([10, 4, 64])
     """
     refuse(_NAME, return_attn_probs)
@@ -95,7 +95,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
@@ -123,7 +123,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_bias: float | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,

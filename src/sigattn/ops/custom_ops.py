@@ -11,6 +11,7 @@ takes the same way, so that ``torch.compile``, ``torch.export``, ``torch.func``,
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, flops, onnx, vmap
+from sigattn.ops import autograd, onnx, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
 from sigattn.ops.problem import P, new_output
 
@@ -42,6 +44,9 @@ _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 library: torch.library.Library = torch.library.Library("sigattn", "DEF")
+# For ``FlopCounterMode(custom_mapping=…)``. They are not registered with PyTorch, because the counter's module imports
+# Triton, which ``import sigattn`` must not do.
+FLOP_FORMULAS: dict[OpOverloadPacket, Callable[..., int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,7 @@ class Operator(Generic[P]):
         torch.library.register_fake(f"sigattn::{name}", fake, lib=library)
         op = getattr(torch.ops.sigattn, name).default
         vmap.register(library, op, vmap_rule)
-        flops.register(op, num_flops)
+        FLOP_FORMULAS[op.overloadpacket] = num_flops
         return op
 
     def __call__(self, problem: P, backend: str | None) -> Tensor:
@@ -295,15 +300,16 @@ class Operator(Generic[P]):
         gradients = torch.func.vjp(output, *(problem[i] for i in needed))[1](grad_out)
         return Gradients(*_replace([None] * _NUM_GRADIENTS, needed, gradients))
 
-    # -- numbers of operations ------------------------------------------------------------------------------------
+    # -- FLOPs of the matrix products, without regard to masks, as PyTorch counts its own attention -------------------
 
     def _forward_flops(self, *args: Any, **_: Any) -> int:
         shapes: Any = self.problem_type(*args[:-2])
-        return flops.forward(shapes.query, self.keys_per_query(shapes), shapes.value)
+        return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * (shapes.query[-1] + shapes.value[-1])
 
     def _backward_flops(self, grad_out: Sequence[int], weights: Sequence[int], *args: Any, **_: Any) -> int:
-        shapes: Any = self.problem_type(*args[:-2])
-        return flops.backward(shapes.query, self.keys_per_query(shapes), shapes.value)
+        shapes: Any = self.problem_type(*args[:-2])  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
+        width = 3 * shapes.query[-1] + 2 * shapes.value[-1]
+        return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * width
 
 
 def _save(

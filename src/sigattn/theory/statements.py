@@ -17,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sigattn.ops.attention as operator
+from sigattn.ops.custom_ops import FLOP_FORMULAS
 from sigattn.theory import approximation, bias, flops, regularity
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification, modified_attention
 
@@ -293,7 +294,7 @@ def operation_counts() -> Iterator[Statement]:
         mean = sum(range(1, n + 1)) / n  # keys visible to a causal token, on average
         wrong += not math.isclose(flops.logits(n, d, causal=True), 2 * d * mean)
         heads = 3
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
             query, key, value = torch.zeros(3, 1, heads, n, d).unbind()
             operator.sigmoid_attention(query, key, value)
         wrong += counter.get_total_flops() != heads * n * (flops.logits(n, d) + flops.values(n, d))
