@@ -5,17 +5,15 @@ stored arguments. Entries hold no tensors. Plain calls have a number as bias, an
 dropout.
 
 With ``tuning.DIRECT_LAUNCH`` a cached launch starts the compiled kernel itself, instead of through Triton, which binds
-and specialises every argument again. The first such launch of each kernel still goes through Triton and is compared
-with what a direct one would pass to the kernel's launcher; if they differ, all launches go through Triton.
+and specialises every argument again (30 µs). That is done with the versions of Triton for which
+``tests/ops/compiled/test_direct_launch.py`` has shown that both pass the same arguments; others launch through Triton.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,88 +75,16 @@ class CachedLaunch:
         order = first.kernel.arg_names
         self.ordered: list[Any | None] = [self.first.arguments.get(name) for name in order]
         self.positions: list[tuple[Any, TensorRef]] = [(order.index(name), tensor) for name, tensor in tensors.items()]
-        self.agrees: bool | None = None  # with Triton's own launch; None before they have been compared
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:
-        if not tuning.DIRECT_LAUNCH or self.first.compiled is None or self.agrees is False:
-            self._launch_through_triton(tensors)
-        elif self.agrees:
-            self._launch_directly(tensors)
-        else:
-            self.agrees = self._compare(tensors)
-
-    def _launch_through_triton(self, tensors: dict[str, Tensor]) -> None:
-        kernel, grid, arguments, options, _ = self.first
-        kernel[grid](**arguments, **{k: x.resolve(tensors) for k, x in self.tensors.items()}, **options)
-
-    def _launch_directly(self, tensors: dict[str, Tensor]) -> None:
+        kernel, grid, arguments, options, compiled = self.first
+        if not tuning.DIRECT_LAUNCH or compiled is None:  # None in Triton's interpreter
+            kernel[grid](**arguments, **{k: x.resolve(tensors) for k, x in self.tensors.items()}, **options)
+            return
         ordered = self.ordered.copy()
         for position, tensor in self.positions:
             ordered[position] = tensor.resolve(tensors)
-        self.first.compiled[(*self.first.grid, 1, 1)](*ordered)
-
-    def _compare(self, tensors: dict[str, Tensor]) -> bool:
-        """Launch through Triton, and return True if a direct launch would pass the same arguments to the launcher."""
-        compiled = self.first.compiled
-        expected, found = [], []
-        if not hasattr(compiled, _LAUNCHER):
-            self._launch_through_triton(tensors)
-        else:
-            with _lock:
-                expected = _received(compiled, lambda: self._launch_through_triton(tensors), launches=True)
-                with contextlib.suppress(Exception):  # of a version of Triton that launches in another way
-                    found = _received(compiled, lambda: self._launch_directly(tensors), launches=False)
-        if len(found) == len(expected) == 1 and _same(found[0], expected[0]):
-            return True
-        warnings.warn(
-            f"sigattn: {self.first.kernel.__name__} is launched through Triton each time (some 30 µs more of the "
-            "CPU's time), because a direct launch would pass other arguments than Triton does. Please report this, "
-            "with the version of Triton.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-
-
-_lock = threading.Lock()
-_LAUNCHER = "_run"  # the attribute of Triton's CompiledKernel that is called to launch it
-
-
-def _received(compiled: Any, call: Callable[[], None], *, launches: bool) -> list[tuple[Any, ...]]:
-    """Return what a call passes to the launcher of a compiled kernel; without ``launches`` the kernel does not run.
-
-    Launches of other threads are neither recorded nor held back.
-    """
-    launcher, thread = getattr(compiled, _LAUNCHER), threading.get_ident()
-    received: list[tuple[Any, ...]] = []
-
-    def record(*given: Any) -> None:
-        own = threading.get_ident() == thread
-        if own:
-            hooks = 6  # the position of the metadata for Triton's launch hooks, made anew for each launch
-            received.append((*given[:hooks], *given[hooks + 1 :]))
-        if launches or not own:
-            launcher(*given)
-
-    setattr(compiled, _LAUNCHER, record)
-    try:
-        call()
-    finally:
-        setattr(compiled, _LAUNCHER, launcher)
-    return received
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Return True if two arguments are the same: tensors by identity, descriptors by their fields, others by value."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if hasattr(a, "base"):
-        return all(map(_same, vars(a).values(), vars(b).values()))
-    return bool(a is b or a == b)
+        compiled[(*grid, 1, 1)](*ordered)
 
 
 class CachedCall(NamedTuple):

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import triton
+
 from sigattn.ops.triton.args import padded_head_dim
 
 
@@ -135,9 +137,17 @@ _AMD = _table("""
 # Gluon kernel does it where it is in WARP_SPECIALIZED and supports the problem.
 ATOMIC_DQ_MIN_QUERIES: Mapping[int, int] = MappingProxyType({})
 
+DIRECT_LAUNCH_VERSIONS = ((3, 6), (3, 8))  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
+
+
+def supports_direct_launch(version: str) -> bool:
+    """Return True if a direct launch passes the same arguments as Triton's own in a version of Triton."""
+    return tuple(int(number) for number in version.split(".")[:2]) in DIRECT_LAUNCH_VERSIONS
+
+
 # Cached launches of plain calls start their compiled kernels directly (launch_cache.py), not through Triton, which
-# binds and specialises every argument again (some 30 µs of the CPU's time). Each one is compared with Triton's once.
-DIRECT_LAUNCH = True
+# binds and specialises every argument again (some 30 µs of the CPU's time).
+DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 
 # Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
 SHRINK_TILES = True
