@@ -11,7 +11,8 @@ def test_import_brings_in_nothing_but_torch():
     code = (
         "import sys, torch; before = set(sys.modules); import sigattn;"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
-        "print(sorted(new)); sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind()); print([m for m in ('triton', 'matplotlib', 'tyro', 'transformers', 'rich', 'jaxtyping',"
+        "print(sorted(new)); sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind());"
+        "print([m for m in ('triton', 'matplotlib', 'tyro', 'transformers', 'rich', 'jaxtyping',"
         " 'safetensors', 'tensorboard') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -194,7 +194,7 @@ class Operator(Generic[P]):
             if self.onnx_formula is not None:
                 return self.onnx_formula(*fields), fields[0].new_empty(0)
             onnx.refuse(str(self.forward_op))
-        if backend == "reference":  # its operators are recorded
+        if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
         tensors = args[: self.num_tensors]
         if forward_ad._current_level >= 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from sigattn.ops import autograd, blocked, triton, validation
+from sigattn.ops import autograd, blocked, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, library
 from sigattn.ops.operands import as_index, cast_operands, make_problem
 from sigattn.ops.problem import KVCacheProblem
@@ -76,6 +76,7 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
     {
         "triton": Backend(triton.kvcache_forward, triton.unavailable, device_type="cuda"),
         "blocked": Backend(blocked.kvcache_forward, blocked.unavailable),
+        "reference": Backend(reference.kvcache_attention, blocked.unavailable),
     },
     None,
     _with_checked_bounds,
@@ -180,7 +181,8 @@ def sigmoid_kvcache_attention(
         alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``.
         softcap: as in ``sigmoid_attention``; 0 for no cap.
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
-        backend: "blocked" or "triton"; None for the fastest that supports the call.
+        backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
+            that supports the call.
 
     Returns:
         (B, N, Hq, Dv), in the query's dtype. (Under autocast, query and cache are cast to autocast's dtype, which

@@ -294,6 +294,58 @@ class KVCacheProblem(NamedTuple):
         """Largest number of keys of a sample."""
         return self.key.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
 
+    def key_ranges(self) -> list[tuple[int, int, int]]:
+        """Return the index of each sample's first key, and one past its last key and its last query.
+
+        It reads the lengths, which synchronises on an accelerator.
+        """
+        stops = self.seqlens.tolist()
+        firsts = [0] * len(stops) if self.left_padding is None else self.left_padding.tolist()
+        ends = stops if self.query_ends is None else self.query_ends.tolist()
+        return list(zip(firsts, stops, ends, strict=True))
+
+    def samples(self, samples: slice, first: int, stop: int, length: int, end: int) -> Problem:
+        """Return samples as a problem without a cache, of the keys first … stop - 1.
+
+        Args:
+            samples: the samples; one if there is a ``block_table``.
+            first, stop: range of the keys.
+            length, end: one past the last key and the last query of each of the samples.
+        """
+
+        def of(t: Tensor) -> Tensor:  # (B or 1, …) → (nb or 1, …)
+            return t if t.shape[0] == 1 else t[samples]
+
+        mask = None
+        if self.attn_mask is not None:  # of the last K keys; earlier ones are visible
+            start = length - self.attn_mask.shape[3]
+            mask = of(self.attn_mask)[..., max(first - start, 0) : max(stop - start, 0)]
+            visible = 1.0 if mask.dtype is torch.bool else 0.0
+            mask = torch.nn.functional.pad(mask, (stop - first - mask.shape[3], 0), value=visible)
+        return Problem(
+            self.query[samples].transpose(1, 2),
+            self._keys(self.key, samples, first, stop),
+            self._keys(self.value, samples, first, stop),
+            self.bias if self.bias.dim() == 0 else of(self.bias),
+            mask,
+            None if self.alibi_slopes is None else of(self.alibi_slopes),
+            scale=self.scale,
+            left=self.left,
+            right=self.right,
+            query_offset=end - self.query.shape[1] - first,
+            softcap=self.softcap,
+        )
+
+    def _keys(self, cache: Tensor, samples: slice, first: int, stop: int) -> Tensor:  # (nb, Hkv, M, E)
+        """Return keys or values first … stop - 1 of samples, a view unless they are in several pages."""
+        if self.block_table is None:
+            return cache[samples, first:stop].transpose(1, 2)
+        page = cache.shape[1]
+        pages = self.block_table[samples.start, first // page : -(-stop // page)]
+        keys = cache[int(pages)] if len(pages) == 1 else cache.index_select(0, pages).flatten(0, 1)
+        start = first - first // page * page
+        return keys[start : start + stop - first].transpose(0, 1).unsqueeze(0)
+
 
 P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 

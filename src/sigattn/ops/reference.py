@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.problem import Problem, VarlenProblem, alibi, band, in_order_of
+from sigattn.ops.gradients import Saved
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, alibi, band, in_order_of, new_output
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 
@@ -49,6 +50,16 @@ def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     zero = torch.stack([t[..., :0].sum() for t in (p.query, p.key, p.value)]).sum()  # with the gradient of each
     parts.append(zero.expand(p.query.shape[0] - starts_q[-1], p.query.shape[1], p.value.shape[2]))
     return in_order_of(p.query, torch.cat(parts))
+
+
+def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
+    """Return the attention output of queries against a cache, (B, N, Hq, Dv), and an empty tensor."""
+    p = problem
+    out = new_output(p.query, p.value.shape[3])
+    for b, (first, length, end) in enumerate(p.key_ranges()):
+        sample = slice(b, b + 1)
+        out[sample] = attention(p.samples(sample, first, max(first, length), length, end)).transpose(1, 2)
+    return out, p.query.new_empty(0)
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:

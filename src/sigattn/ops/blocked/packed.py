@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
 from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem, new_output
 
 # measured on CPUs
 FEW_ROWS = 16  # queries of a key head up to which a long cache is split
@@ -75,12 +75,9 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tupl
     p = problem
     out, nothing = new_output(p.query, p.value.shape[3]), p.query.new_empty(0)
     (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
-    lengths = p.seqlens.tolist()
-    firsts = [0] * batch if p.left_padding is None else p.left_padding.tolist()
-    ends = lengths if p.query_ends is None else p.query_ends.tolist()
-    keys = list(zip(firsts, lengths, ends, strict=True))
+    keys = p.key_ranges()
     is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1
-    is_uniform = is_uniform and (_can_fold_heads(p.key, lengths[0]) and _can_fold_heads(p.value, lengths[0]))
+    is_uniform = is_uniform and (_can_fold_heads(p.key, keys[0][1]) and _can_fold_heads(p.value, keys[0][1]))
     size = batch if is_uniform else 1
     has_few_rows = n * heads <= FEW_ROWS * key_heads
     most = max(PIECE // max(size * key_heads * width, 1), 64) if has_few_rows else p.capacity
@@ -91,12 +88,12 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tupl
         stop = length if p.right == UNLIMITED else max(first, min(length, end + p.right))
         result = out[samples].transpose(1, 2)  # (nb, Hq, N, Dv)
         if stop - first <= most:
-            attend(_dense(p, samples, first, stop, length, end), result, nothing)
+            attend(p.samples(samples, first, stop, length, end), result, nothing)
             continue
         total = torch.zeros_like(result, dtype=torch.promote_types(out.dtype, torch.float32))
         for start in range(first, stop, most):
             part = torch.empty_like(total)
-            attend(_dense(p, samples, start, min(start + most, stop), length, end), part, nothing)
+            attend(p.samples(samples, start, min(start + most, stop), length, end), part, nothing)
             total += part
         result.copy_(total)
     return out, nothing
@@ -105,41 +102,3 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tupl
 def _can_fold_heads(cache: Tensor, length: int) -> bool:
     """Return True if samples and heads of (B, M, H, E) are one dimension in memory, or few enough to be copied."""
     return cache.stride(0) == cache.shape[2] * cache.stride(2) or length * cache.stride(1) <= COPIED
-
-
-def _dense(p: KVCacheProblem, samples: slice, first: int, stop: int, length: int, end: int) -> Problem:
-    """Return samples with the keys first … stop - 1 of ``length``, and the last query at end - 1, without a cache."""
-
-    def of(t: Tensor) -> Tensor:  # (B or 1, …) → (nb or 1, …)
-        return t if t.shape[0] == 1 else t[samples]
-
-    mask = None
-    if p.attn_mask is not None:  # of the last K keys; earlier ones are visible
-        start = length - p.attn_mask.shape[3]
-        mask = of(p.attn_mask)[..., max(first - start, 0) : max(stop - start, 0)]
-        visible = 1.0 if mask.dtype is torch.bool else 0.0
-        mask = torch.nn.functional.pad(mask, (stop - first - mask.shape[3], 0), value=visible)
-    return Problem(
-        p.query[samples].transpose(1, 2),
-        _keys(p, p.key, samples, first, stop),
-        _keys(p, p.value, samples, first, stop),
-        p.bias if p.bias.dim() == 0 else of(p.bias),
-        mask,
-        None if p.alibi_slopes is None else of(p.alibi_slopes),
-        scale=p.scale,
-        left=p.left,
-        right=p.right,
-        query_offset=end - p.query.shape[1] - first,
-        softcap=p.softcap,
-    )
-
-
-def _keys(p: KVCacheProblem, cache: Tensor, samples: slice, first: int, stop: int) -> Tensor:  # (nb, Hkv, M, E)
-    """Return keys or values first … stop - 1 of samples, a view unless they are in several pages."""
-    if p.block_table is None:
-        return cache[samples, first:stop].transpose(1, 2)
-    page = cache.shape[1]
-    pages = p.block_table[samples.start, first // page : -(-stop // page)]
-    keys = cache[int(pages)] if len(pages) == 1 else cache.index_select(0, pages).flatten(0, 1)
-    start = first - first // page * page
-    return _heads_first(keys[start : start + stop - first])

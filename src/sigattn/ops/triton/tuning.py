@@ -137,7 +137,7 @@ _AMD = _table("""
 # Gluon kernel does it where it is in WARP_SPECIALIZED and supports the problem.
 ATOMIC_DQ_MIN_QUERIES: Mapping[int, int] = MappingProxyType({})
 
-DIRECT_LAUNCH_VERSIONS = ((3, 6), (3, 8))  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
+DIRECT_LAUNCH_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
 
 
 def supports_direct_launch(version: str) -> bool:
