@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from sigattn.conversion import convert
+from sigattn import convert
 from sigattn.data.text import load_text
 from sigattn.integrations import transformers as sigmoid
 

@@ -29,10 +29,11 @@ def test_docstring_examples(function):
     assert runner.run(test).failed == 0
 
 
-@pytest.mark.parametrize("name", ["recommend", "sigmoidify"])
-def test_docstring_examples_of_layers(name):
+@pytest.mark.parametrize("function", [sigattn.nn.recommend, sigattn.convert])
+def test_docstring_examples_of_layers(function):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    (test,) = finder.find(getattr(sigattn.nn, name), name, globs={"nn": torch.nn, **vars(sigattn.nn)})
+    names = {"nn": torch.nn, "convert": sigattn.convert, **vars(sigattn.nn)}
+    (test,) = finder.find(function, function.__name__, globs=names)
     assert test.examples
     assert runner.run(test).failed == 0
 

@@ -103,10 +103,10 @@ def test_every_layer_is_tested_for_its_settings():
 
 def test_printing_a_converted_layer_shows_its_bias():
     layer = nn.TransformerEncoderLayer(8, 2)
-    sigattn.conversion.sigmoidify(layer)
+    sigattn.convert(layer)
     assert "8, num_heads=2, dropout=0.1, sigmoid_bias=None (-log of the visible keys)" in repr(layer.self_attn)
     layer = nn.TransformerEncoderLayer(8, 2)
-    sigattn.conversion.sigmoidify(layer, bias=-2.0)
+    sigattn.convert(layer, bias=-2.0)
     assert "(sigmoid_bias): ConstantBias(-2)" in repr(layer)
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from sigattn.conversion import ConversionError, ConversionReport, HeadReport, LayerReport
+from sigattn.conversion import ConversionReport, HeadReport, LayerReport
 from sigattn.conversion import convert as convert_fully
 from sigattn.conversion.fit import MARGIN
 from sigattn.models import LanguageModel, LanguageModelConfig
@@ -77,12 +77,6 @@ def test_the_losses_are_those_of_the_models():
     assert all(layer.error < layer.error_log_n for layer in report.layers)
 
 
-def test_no_batches():
-    model, _ = model_and_batches()
-    with pytest.raises(ConversionError, match="batches is empty"):
-        convert(model, [])
-
-
 @pytest.mark.parametrize("batches", [{"tokens": torch.zeros(2, 4)}, "text", torch.zeros(2, 4)])
 def test_a_single_batch_is_no_list_of_batches(batches):
     model, _ = model_and_batches()
@@ -92,7 +86,7 @@ def test_a_single_batch_is_no_list_of_batches(batches):
 
 def report_of(error, loss=1.0):
     heads = (HeadReport(0.5, -1.0, -0.5), HeadReport(float("nan"), -2.0, -0.5))
-    return ConversionReport((LayerReport("a.b", heads, 1.25, error),), 1.0, 2.0, loss, 3, 1, True, 0.25)
+    return ConversionReport((), (LayerReport("a.b", heads, 1.25, error),), 1.0, 2.0, loss, 3, 1, True, 0.25)
 
 
 def test_the_report_says_what_is_poor(tmp_path):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from sigattn.conversion import ConversionError, restore
 from sigattn.conversion import convert as convert_fully
 from sigattn.conversion.fit import MARGIN, BiasFit
-from sigattn.conversion.replacement import sigmoidify
 from sigattn.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -29,6 +28,7 @@ from sigattn.models import (
 from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
+from tests.conversion.replacing import replace
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64
 convert = functools.partial(convert_fully, refine_steps=2)
@@ -324,7 +324,7 @@ def test_the_mode_of_each_layer_is_restored_by_its_own_method():
             return super().train(mode)
 
     model = nn.Sequential(Attend(), Merging(16, 16), nn.BatchNorm1d(7).eval())
-    for run in (lambda: sigmoidify(model, (X[0],), allow_softmax=["2*"]), lambda: convert(model, list(X))):
+    for run in (lambda: replace(model, (X[0],), allow_softmax=["2*"]), lambda: convert(model, list(X))):
         with contextlib.suppress(ValueError):  # the pattern matches nothing: refused after the run
             run()
         assert [m.training for m in model] == [True, True, False]
@@ -528,13 +528,13 @@ class TestRefusals:
         wrapped = type(wrapper, (Both,), {})(Attend())
         refused(wrapped, list(X), rf"'' \({wrapper}\) is part of distributed training")
         with pytest.raises(ValueError, match="is part of distributed training"):
-            sigmoidify(wrapped, bias=LearnableBias(-1.0))
-        sigmoidify(wrapped)
+            replace(wrapped, bias=LearnableBias(-1.0))
+        replace(wrapped)
 
     def test_an_attention_function_of_its_own(self):
         model = language()
         model.blocks[0].attention.attention_fn = lambda *args: args[1]
-        refused(model, list(tokens(2, 9)), "has an attention_fn of its own")
+        refused(model, list(tokens(2, 9)), "has a custom attention_fn")
 
     def test_performer(self):
-        refused(language(activation="performer"), list(tokens(2, 9)), r"'blocks\.0\.attention\.performer' \(Performer")
+        refused(language(activation="performer"), list(tokens(2, 9)), r"'blocks\.0\.attention' has activation='perf")

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sigattn.conversion.attention_call import AttentionCall, ConversionError
+from sigattn.conversion import ConversionError
 from sigattn.conversion.fit import BiasFit, QueryFeatures, check_finite, fit_biases
 from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.observer import AttentionCall
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from sigattn.conversion.fit import MARGIN
 from sigattn.conversion.output_scale import OutputScaleFit
-from sigattn.conversion.replacement import sigmoidify
 from sigattn.conversion.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias
 from sigattn.nn.fitted_bias import EPS
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
+from tests.conversion.replacing import replace
 
 H, D = 3, 5
 
@@ -167,7 +167,7 @@ def test_outputs_in_blocks_of_rows(causal, monkeypatch):
 def test_weights_of_multihead_attention_give_its_output():
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(H * D, H, batch_first=True)
-    sigmoidify(layer)
+    replace(layer)
     layer.sigmoid_bias = random_bias()
     x = torch.randn(2, 7, H * D)
     out, weights = layer(x, x, x, average_attn_weights=False)

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn.conversion import convert, refinement
-from sigattn.conversion.attention_call import AttentionCall
 from sigattn.conversion.refinement import squared_error
 from sigattn.nn import SigmoidMultiheadAttention
 from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.nn.observer import AttentionCall
 from sigattn.ops.problem import Problem
 from tests.conversion.test_convert import loss, model_and_batches
 from tests.conversion.test_families import Attend, X

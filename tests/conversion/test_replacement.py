@@ -1,4 +1,4 @@
-"""sigmoidify: models of others, answered by the formula; what it refuses, and by which name."""
+"""Conversion without batches: models of others compared with the formula, and refusals by name."""
 
 import copy
 import functools
@@ -13,8 +13,19 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
-from sigattn.nn import AlibiKeysBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias
+from sigattn import convert
+from sigattn.conversion import SoftmaxLayer
+from sigattn.models import LanguageModel, LanguageModelConfig, saving
+from sigattn.nn import (
+    AlibiKeysBias,
+    BatchLengthBias,
+    LearnableBias,
+    QuadraticBias,
+    QueryBias,
+    SampleLengthBias,
+    VisibleKeysBias,
+)
+from tests.conversion.replacing import converted, replace
 
 
 class FusedAttention(nn.Module):
@@ -69,7 +80,7 @@ class Net(nn.Module):
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 SDPA = "scaled_dot_product_attention"
-CLASSIFIER = RemainingSoftmax("", "Net", "softmax", "not attention")
+CLASSIFIER = SoftmaxLayer("", "Net", "softmax", "not attention")
 
 
 def sigmoid_of(layer, x, bias):
@@ -85,8 +96,8 @@ class TestLayersThatCallTheFunction:
     def test_the_output_is_the_formula_s_and_the_weights_stay(self, by_example, bias):
         net, x = Net(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8)
         before = {n: t.clone() for n, t in net.state_dict().items()}
-        report = sigmoidify(net, (x,) if by_example else None, bias=bias)
-        assert report == [CLASSIFIER, *(Replaced(f"layers.{i}", "FusedAttention", SDPA) for i in range(2))]
+        report = replace(net, (x,) if by_example else None, bias=bias)
+        assert report == [CLASSIFIER, *(converted(f"layers.{i}", "FusedAttention", SDPA) for i in range(2))]
         assert net.state_dict().keys() == before.keys()
         assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
         y = x
@@ -97,7 +108,7 @@ class TestLayersThatCallTheFunction:
 
     def test_each_layer_learns_its_own_bias(self):
         net = Net(FusedAttention(), FusedAttention())
-        sigmoidify(net, bias=LearnableBias(-1.0))
+        replace(net, bias=LearnableBias(-1.0))
         net(torch.randn(2, 5, 8))[..., 0].sum().backward()
         biases = [p for n, p in net.named_parameters() if "sigmoid_bias" in n]
         assert len(biases) == 2
@@ -106,8 +117,8 @@ class TestLayersThatCallTheFunction:
     @pytest.mark.parametrize("by_example", [False, True])
     def test_a_call_in_a_function_outside(self, by_example):
         net, x = Net(OutsideAttention()), torch.randn(2, 5, 8)
-        report = sigmoidify(net, {"x": x} if by_example else None)
-        assert report == [CLASSIFIER, Replaced("layers.0", "OutsideAttention", SDPA)]
+        report = replace(net, {"x": x} if by_example else None)
+        assert report == [CLASSIFIER, converted("layers.0", "OutsideAttention", SDPA)]
         net.layers[0].proj = nn.Identity()
         expected = (x @ x.mT * 8**-0.5 - math.log(5)).sigmoid().tril() @ x
         torch.testing.assert_close(net.layers[0](x), expected)
@@ -116,16 +127,16 @@ class TestLayersThatCallTheFunction:
     def test_a_softmax_of_its_own_is_refused_by_name(self, by_example):
         net, x = Net(FusedAttention(), EagerAttention()), torch.randn(2, 5, 8)
         with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(EagerAttention: softmax\)"):
-            sigmoidify(net, (x,) if by_example else None)
+            replace(net, (x,) if by_example else None)
         assert type(net.layers[0]) is FusedAttention  # nothing was changed
 
     def test_a_flag_off_is_found_by_running(self):
         net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
         net.layers[0].fused = False
         with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0'"):
-            sigmoidify(net, (x,))
-        sigmoidify(net)  # the code alone does not tell
-        with pytest.raises(RuntimeError, match="FusedAttention was sigmoidified, but this forward computes a softmax"):
+            replace(net, (x,))
+        replace(net)  # the code alone does not tell
+        with pytest.raises(RuntimeError, match=r"FusedAttention was converted .* this forward computes a softmax"):
             net(x)
 
     def test_a_forward_without_attention_raises(self):
@@ -134,21 +145,21 @@ class TestLayersThatCallTheFunction:
                 return x if skip else super().forward(x)
 
         layer, x = Sometimes(), torch.randn(2, 5, 8)
-        sigmoidify(layer)
+        replace(layer)
         assert layer(x).shape == x.shape
-        with pytest.raises(RuntimeError, match="Sometimes was sigmoidified, but this forward did not call"):
+        with pytest.raises(RuntimeError, match=r"Sometimes was converted .* this forward did not call"):
             layer(x, skip=True)
 
     def test_it_is_done_once(self):
         net = Net(FusedAttention())
-        sigmoidify(net)
+        replace(net)
         for example in (None, (torch.randn(1, 2, 8),)):
-            with pytest.raises(ValueError, match="no attention layer"):
-                sigmoidify(net, example)
+            with pytest.raises(ValueError, match="sigmoid attention already"):
+                replace(net, example)
 
     def test_copies_and_pickles(self):
         net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
-        sigmoidify(net, bias=-1.0)
+        replace(net, bias=-1.0)
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             torch.testing.assert_close(other(x), net(x))
             other.layers[0].qkv.weight.data.zero_()
@@ -161,25 +172,25 @@ class TestLayersThatCallTheFunction:
 
         net, x = Net(Locked()), torch.randn(2, 5, 8)
         net.layers[0].lock = threading.Lock()  # cannot be copied
-        sigmoidify(net)
+        replace(net)
         torch.testing.assert_close(copy.deepcopy(net)(x), net(x))
 
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_compiled(self):
         net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
-        sigmoidify(net)
+        replace(net)
         torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
 
     def test_biases_that_need_more(self):
         for bias in (SampleLengthBias(), QueryBias(), AlibiKeysBias()):
             with pytest.raises(ValueError, match="use another bias"):
-                sigmoidify(Net(FusedAttention()), bias=bias)
+                replace(Net(FusedAttention()), bias=bias)
 
     def test_a_bias_of_the_keys_that_each_query_sees(self):
         layer, x = FusedAttention(), torch.randn(2, 5, 8)
         mask = torch.ones(5, 5, dtype=torch.bool).tril()
-        sigmoidify(layer, bias=VisibleKeysBias())
+        replace(layer, bias=VisibleKeysBias())
         q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
         visible = torch.arange(1.0, 6).unsqueeze(-1)
         out = (q @ k.mT / 2 - visible.log()).sigmoid().masked_fill(~mask, 0) @ v
@@ -188,7 +199,7 @@ class TestLayersThatCallTheFunction:
     def test_masks_and_dropout_reach_the_operator(self):
         layer, x = FusedAttention(), torch.randn(2, 5, 8)
         mask = torch.rand(2, 1, 5, 5) > 0.5
-        sigmoidify(layer, bias=0.0)
+        replace(layer, bias=0.0)
         q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
         out = (q @ k.mT / 2).sigmoid().masked_fill(~mask, 0) @ v
         torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
@@ -202,9 +213,9 @@ class TestLayersThatCallTheFunction:
         with pytest.raises(
             ValueError, match=r"cannot be replaced: '1' \(\w+: \w+\). Their forward was set on the inst"
         ):
-            sigmoidify(model)
+            replace(model)
         assert [type(m) for m in model.modules()] == before
-        sigmoidify(model, allow_softmax=["1"])
+        replace(model, allow_softmax=["1"])
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_a_checkpointed_call_of_the_function_is_refused(self, reentrant):
@@ -219,7 +230,7 @@ class TestLayersThatCallTheFunction:
                 return F.scaled_dot_product_attention(q, k, v)
 
         layer, x = Checkpointed(), X.clone().requires_grad_()
-        sigmoidify(layer, bias=-1.0)
+        replace(layer, bias=-1.0)
         around = False
         with pytest.raises(
             RuntimeError, match=r"Checkpointed .* calls torch.utils.checkpoint, .*, around its attention fun"
@@ -251,7 +262,7 @@ class TestLayersThatCallTheFunction:
                 return F.scaled_dot_product_attention(x, x, x)
 
         layer, x = Checkpointed(), X.clone().requires_grad_()
-        sigmoidify(layer, bias=-1.0)
+        replace(layer, bias=-1.0)
         torch.compiler.reset()
         (grad,) = torch.autograd.grad(torch.compile(layer, backend=compiler)(x).square().sum(), x)
         (expected,) = torch.autograd.grad(((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).square().sum(), x)
@@ -285,7 +296,7 @@ class TestLayersThatCallTheFunction:
                 return Recomputed.apply(x)
 
         for layer in (Layer(), Direct()):
-            assert len(sigmoidify(nn.Sequential(FusedAttention(), layer))) == 2
+            assert len(replace(nn.Sequential(FusedAttention(), layer))) == 2
             with pytest.raises(RuntimeError, match=r" .* or an autograd.Function, around its attention function"):
                 layer(X)
 
@@ -293,7 +304,7 @@ class TestLayersThatCallTheFunction:
         model = nn.Sequential(FusedAttention(), torch.fx.symbolic_trace(FusedAttention()))
         for example in (None, (X,)):
             with pytest.raises(ValueError, match=r"graphs cannot be replaced: '1' \("):
-                sigmoidify(model, example)
+                replace(model, example)
         assert type(model[0]) is FusedAttention
 
 
@@ -356,7 +367,7 @@ class TestMultiheadAttention:
         q, k = torch.randn(3, 4, 9), torch.randn(3, 5, 9)
         with pytest.raises((RuntimeError, AssertionError)):
             layer(q, k, k, **masks)
-        sigmoidify(layer)
+        replace(layer)
         with pytest.raises(ValueError, match=rf"multi_head_attention_forward: {next(iter(masks))} must be \("):
             layer(q, k, k, **masks)
 
@@ -365,7 +376,7 @@ class TestMultiheadAttention:
     @pytest.mark.parametrize("masked", [False, True])
     def test_every_option(self, options, masked):
         layer = nn.MultiheadAttention(8, 2, **options)
-        sigmoidify(layer, bias=-1.0)
+        replace(layer, bias=-1.0)
         q, k, v = (
             torch.randn(2, 4, 8),
             torch.randn(2, 5, options.get("kdim", 8)),
@@ -391,7 +402,7 @@ class TestMultiheadAttention:
     def test_a_causal_mask_and_the_learned_key(self):
         """Every query sees the learned key, after all others, with and without the weights."""
         layer = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
-        sigmoidify(layer)
+        replace(layer)
         x, causal = torch.randn(2, 4, 8), nn.Transformer.generate_square_subsequent_mask(4)
         seen = F.pad(torch.ones(4, 4).tril().bool(), (0, 1), value=True)
         expected, _ = self.truth(layer, x, x, x, seen, -math.log(5))
@@ -401,7 +412,7 @@ class TestMultiheadAttention:
 
     def test_added_masks_causality_and_single_samples(self):
         layer = nn.MultiheadAttention(8, 2, batch_first=True)
-        sigmoidify(layer)
+        replace(layer)
         x, added = torch.randn(2, 4, 8), torch.randn(4, 4, 4)
         padding = torch.tensor([[0.0] * 4, [0.0] * 3 + [-math.inf]])
         lengths = torch.tensor([4.0, 3.0]).view(-1, 1, 1, 1)
@@ -422,7 +433,7 @@ class TestMultiheadAttention:
     def test_pytorch_s_fused_encoder_does_not_bring_softmax_back(self, padded, nested):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
-        sigmoidify(encoder, bias=-1.0)
+        replace(encoder, bias=-1.0)
         x = torch.randn(2, 5, 8)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
         training = encoder.train()(x, src_key_padding_mask=padding)
@@ -442,10 +453,10 @@ class TestMultiheadAttention:
 
     def test_its_own_lengths(self):
         layer = nn.MultiheadAttention(8, 2, batch_first=True)
-        sigmoidify(layer, bias=SampleLengthBias())
+        replace(layer, bias=SampleLengthBias())
         plain = nn.MultiheadAttention(8, 2, batch_first=True)
         plain.load_state_dict(layer.state_dict())
-        sigmoidify(plain)
+        replace(plain)
         x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, True, True, True]])
         torch.testing.assert_close(layer(x, x, x, padding)[0], plain(x, x, x, padding)[0])
         torch.testing.assert_close(layer(x, x, x)[0], plain(x, x, x)[0])
@@ -457,8 +468,8 @@ class TestMultiheadAttention:
         encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         encoder.self_attn = kind(8, 2, batch_first=True)
         x, layer = torch.randn(2, 4, 8), encoder.self_attn
-        report = sigmoidify(encoder, (x,) if by_example else None, bias=-1.0)
-        assert report == [Replaced("self_attn", kind.__name__, "multi_head_attention_forward")]
+        report = replace(encoder, (x,) if by_example else None, bias=-1.0)
+        assert report == [converted("self_attn", kind.__name__, "multi_head_attention_forward")]
         assert isinstance(layer, kind)
         expected, weights = self.truth(layer, x, x, x, torch.ones(4, 4, dtype=torch.bool), -1.0)
         out, average = layer(x, x, x)
@@ -471,29 +482,90 @@ class TestMultiheadAttention:
 
     def test_a_subclass_with_a_softmax_of_its_own_is_refused(self):
         with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(OwnSoftmax: softmax\)"):
-            sigmoidify(nn.Sequential(nn.MultiheadAttention(8, 2), OwnSoftmax(8, 2)))
+            replace(nn.Sequential(nn.MultiheadAttention(8, 2), OwnSoftmax(8, 2)))
 
     def test_copies_and_pickles(self):
         layer = nn.MultiheadAttention(8, 2)
-        sigmoidify(layer, bias=-1.0)
+        replace(layer, bias=-1.0)
         x = torch.randn(3, 1, 8)
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             torch.testing.assert_close(other(x, x, x), layer(x, x, x))
 
 
-def test_a_model_of_transformers():
+@pytest.mark.parametrize(("bias", "recorded"), [(None, "log_visible"), (-2.0, -2.0)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recorded, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
     )
     tokens = torch.randint(50, (2, 7))
-    model = transformers.BertModel(config).eval()
-    before = model(tokens).last_hidden_state
-    report = sigmoidify(model, {"input_ids": tokens})
-    assert [type(r) for r in report] == [Replaced, Replaced]
-    assert [r.name for r in report] == [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    after = model(tokens).last_hidden_state
-    assert not torch.allclose(before, after)
-    eager = transformers.BertModel._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r'encoder\.layer\.0\.attention\.self.*attn_implementation="sdpa"'):
-        sigmoidify(eager, {"input_ids": tokens})
+    model = transformers.BertModel._from_config(config, attn_implementation=implementation).eval()
+    layer, x = model.encoder.layer[0].attention.self, torch.randn(2, 7, 16)
+    q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
+    out = (q @ k.mT * 8**-0.5 + (-math.log(7) if recorded == "log_visible" else recorded)).sigmoid() @ v
+    report = replace(model, bias=bias)
+    names = [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    assert report == [converted(name, type(layer).__name__, "attention interface") for name in names]
+    torch.testing.assert_close(layer(x)[0], out.transpose(1, 2).flatten(2))
+    assert model.config.sigmoid_bias == recorded
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
+    with pytest.raises(ValueError, match="BertModel has sigmoid attention already"):
+        replace(model)
+
+
+def test_a_model_of_this_library_is_saved_as_sigmoid(tmp_path):
+    """Its configuration names the bias, or the call raises."""
+    tokens = torch.randint(32, (1, 8))
+    config = LanguageModelConfig(
+        activation="softmax", num_layers=1, embed_dim=16, num_heads=2, vocab_size=32, max_seq_len=16
+    )
+    for bias in (None, -2.0, BatchLengthBias(), LearnableBias(-1.0), LearnableBias(-1.0, 2)):
+        model = LanguageModel(config).eval()
+        softmax = model(tokens)
+        replace(model, bias=bias)
+        expected = LanguageModel(model.config).eval()
+        expected.load_state_dict(model.state_dict())
+        assert not torch.allclose(model(tokens), softmax)
+        torch.testing.assert_close(model(tokens), expected(tokens))
+        saving.save(model, tmp_path / type(bias).__name__)
+        torch.testing.assert_close(saving.load(tmp_path / type(bias).__name__).eval()(tokens), model(tokens))
+    model = LanguageModel(config)
+    with pytest.raises(ValueError, match=r"no configuration of sigattn\.models names Twice"):
+        replace(model, bias=Twice())
+    assert model.blocks[0].attention.activation == "softmax"
+
+
+class Twice(VisibleKeysBias):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": lambda model, batch: 0}, "loss applies only with batches"),
+        ({"refine_steps": 2}, "refine_steps applies only with batches, got refine_steps=2"),
+        ({"batches": [X], "example": (X,)}, "example applies only without batches"),
+        ({"batches": [X], "allow_softmax": ["a"]}, "allow_softmax applies only without batches"),
+        ({"batches": [X], "bias": -2.0}, "with batches, bias must be VisibleKeysLinearBias or QuadraticBias"),
+        ({"bias": QuadraticBias}, "without batches, bias must be a number or an instance, got the class QuadraticBias"),
+    ],
+)
+def test_arguments_that_exclude_each_other(arguments, message):
+    net = Net(FusedAttention())
+    with pytest.raises(ValueError, match=message):
+        convert(net, **arguments)
+    assert type(net.layers[0]) is FusedAttention
+
+
+def test_the_report_lists_what_becomes_of_each_softmax():
+    report = convert(Net(FusedAttention(), EagerAttention()), allow_softmax=["layers.1"])
+    assert str(report).splitlines() == [
+        "(model)   Net             softmax                       not attention",
+        "layers.0  FusedAttention  scaled_dot_product_attention  converted",
+        "layers.1  EagerAttention  softmax                       allowed",
+    ]
+    report = convert(Net(FusedAttention()), [X, X], refine_steps=0)
+    assert "(model)  Net  softmax  not attention" in str(report).splitlines()

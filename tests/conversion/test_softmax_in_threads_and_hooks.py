@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from sigattn.conversion import ConversionError, convert
-from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
+from sigattn.conversion import ConversionError, SoftmaxLayer, convert
+from tests.conversion.replacing import converted, replace
 
 SDPA = "scaled_dot_product_attention"
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
@@ -84,7 +84,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_layers_that_run_in_threads_are_replaced(run, example):
     model = Around(RUNS[run], Fused())
-    report = sigmoidify(model, example, bias=-2.0)
+    report = replace(model, example, bias=-2.0)
     assert [r.name for r in report] == ["first", "inner"]
     torch.testing.assert_close(model(X), 2 * formula(X))
 
@@ -93,7 +93,7 @@ def test_layers_that_run_in_threads_are_replaced(run, example):
 @pytest.mark.parametrize("run", RUNS)
 def test_softmax_of_layers_that_run_in_threads_is_refused(run, example):
     with pytest.raises(ValueError, match=r"cannot be replaced: 'inner' \(Eager: softmax\)"):
-        sigmoidify(Around(RUNS[run], Eager()), example)
+        replace(Around(RUNS[run], Eager()), example)
 
 
 @pytest.mark.parametrize("run", ["new pool", "old pool", "thread"])
@@ -145,7 +145,7 @@ def eager(q, k, v):
 @pytest.mark.parametrize("kind", [FunctionInThread, HeldPool, PlainThread])
 def test_functions_that_run_in_threads_are_refused(kind, function, example):
     with pytest.raises(ValueError, match=rf"cannot be replaced: '1' \({kind.__name__}: "):
-        sigmoidify(nn.Sequential(Fused(), kind(function)), example)
+        replace(nn.Sequential(Fused(), kind(function)), example)
 
 
 class Worker:
@@ -178,8 +178,8 @@ class Sometimes(Fused):
 @pytest.mark.parametrize("kind", [ByWorker, Sometimes])
 def test_attention_that_the_example_does_not_call_is_named(kind):
     model = nn.Sequential(Fused(), kind())
-    expected = [Replaced("0", "Fused", SDPA), RemainingSoftmax("1", kind.__name__, SDPA, "not called")]
-    assert sigmoidify(model, (X,)) == expected
+    expected = [converted("0", "Fused", SDPA), SoftmaxLayer("1", kind.__name__, SDPA, "not called")]
+    assert replace(model, (X,)) == expected
     with pytest.raises(ConversionError, match=rf"do not reach the attention of '1' \({kind.__name__}: "):
         convert(nn.Sequential(Fused(), kind()), list(torch.randn(2, 1, 1, 5, 8)))
 
@@ -228,12 +228,12 @@ HOOKS = {
 class TestHooks:
     def test_attention_in_a_hook_is_refused_without_an_example(self, hook):
         with pytest.raises(ValueError, match=rf"'1' \(\w+: {SDPA} in a hook\).*pass example"):
-            sigmoidify(nn.Sequential(Fused(), HOOKS[hook]()))
+            replace(nn.Sequential(Fused(), HOOKS[hook]()))
 
     def test_with_one_the_layer_around_replaces_it(self, hook):
         model = nn.Sequential(Around(lambda layer, x: layer(x), nn.Sequential(HOOKS[hook]())))
-        report = sigmoidify(model, (X,), bias=-2.0)
-        assert [r.name for r in report if isinstance(r, Replaced)] == ["0", "0.first"]
+        report = replace(model, (X,), bias=-2.0)
+        assert [r.name for r in report if r.outcome == "converted"] == ["0", "0.first"]
         torch.testing.assert_close(model(X), 2 * formula(X))
 
     @EXAMPLES
@@ -243,7 +243,7 @@ class TestHooks:
         function = {"before": attend_before, "method": OwnHook().attend}.get(hook, attend_in_hook)
         (model.register_forward_pre_hook if before else model.register_forward_hook)(function)
         with pytest.raises(ValueError, match=rf"'' \(Sequential: {SDPA} in a hook\)"):
-            sigmoidify(model, example)
+            replace(model, example)
 
 
 @EXAMPLES
@@ -252,7 +252,7 @@ def test_softmax_in_a_hook_is_refused(outermost, example):
     model = nn.Sequential(Fused(), nn.Identity())
     (model if outermost else model[1]).register_forward_hook(eager_in_hook)
     with pytest.raises(ValueError, match=r"\w+: softmax in a hook\)"):
-        sigmoidify(model, example)
+        replace(model, example)
 
 
 @EXAMPLES
@@ -264,15 +264,15 @@ def test_attention_of_a_container_is_refused(example):
             return super().forward(F.scaled_dot_product_attention(x, x, x))
 
     with pytest.raises(ValueError, match=rf"cannot be replaced: '1' \(Stack: {SDPA}\). A container would run its bias"):
-        sigmoidify(nn.Sequential(Fused(), Stack(nn.Identity())), example, bias=-2.0)
+        replace(nn.Sequential(Fused(), Stack(nn.Identity())), example, bias=-2.0)
 
 
 @EXAMPLES
 def test_a_hook_that_only_reads_softmax_is_no_attention(example):
     model, seen = nn.Sequential(Fused(), nn.Identity()), []
     model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.softmax(-1)))
-    report = sigmoidify(model, example, bias=-2.0)
-    assert {r.call: type(r) for r in report} == {SDPA: Replaced, "softmax in a hook": RemainingSoftmax}
+    report = replace(model, example, bias=-2.0)
+    assert {r.call: r.outcome for r in report} == {SDPA: "converted", "softmax in a hook": "not attention"}
     torch.testing.assert_close(model(X), formula(X))
 
 
@@ -294,11 +294,11 @@ class Mixture(nn.Module):
 class TestParametrizations:
     def test_attention_with_parametrized_weights_is_replaced(self, example):
         model = nn.Sequential(parametrizations.weight_norm(Projected()), nn.Identity())
-        sigmoidify(model, example, bias=-2.0)
+        replace(model, example, bias=-2.0)
         torch.testing.assert_close(model(X), formula(X))
 
     def test_softmax_in_a_parametrization_is_named(self, example):
         layer = nn.Linear(8, 8)
         parametrize.register_parametrization(layer, "weight", Mixture())
         with pytest.raises(ValueError, match=r"'1\.parametrizations\.weight\.0' \(Mixture: softmax\)"):
-            sigmoidify(nn.Sequential(Fused(), layer), example)
+            replace(nn.Sequential(Fused(), layer), example)

@@ -1,4 +1,4 @@
-"""sigmoidify finds every softmax of a model: each is replaced, refused by name, or listed."""
+"""Every softmax of a model is converted, refused by name, or listed."""
 
 import functools
 import math
@@ -11,8 +11,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.functional import softmax as normalise
 
-from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
+from sigattn.conversion import SoftmaxLayer
 from sigattn.nn import Attention
+from tests.conversion.replacing import converted, replace
 
 aten = torch.ops.aten
 
@@ -349,7 +350,7 @@ class LogSoftmax(Mixer):
 @pytest.mark.parametrize("kind", [Written, WrittenLate, LogSoftmax])
 def test_a_softmax_written_out_is_refused_with_an_example(kind, x):
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(\w+: exp\)"):
-        sigmoidify(Net(Fused(), kind()), (x,))
+        replace(Net(Fused(), kind()), (x,))
 
 
 def by_column_of_ones(s, v):
@@ -382,7 +383,7 @@ def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
             return IDIOMS[idiom](scores(q, k), v)
 
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
-        sigmoidify(Net(Fused(), Idiom()), (x,))
+        replace(Net(Fused(), Idiom()), (x,))
 
 
 @pytest.mark.parametrize("average", [lambda w: w.mean(1, keepdim=True), lambda w: w.cumsum(1)])
@@ -392,7 +393,7 @@ def test_softmax_weights_that_are_averaged_are_an_attention(average, x):
             return average(scores(q, k).softmax(-1)) @ v
 
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Averaged: softmax\)"):
-        sigmoidify(Net(Fused(), Averaged()), (x,))
+        replace(Net(Fused(), Averaged()), (x,))
 
 
 NO_SOFTMAX = {
@@ -409,7 +410,7 @@ def test_other_functions_of_exponentials_are_no_softmax(function, x):
         def mix(self, q, k, v):
             return NO_SOFTMAX[function](scores(q, k), v)
 
-    assert [r.name for r in sigmoidify(Net(Fused(), Other()), (x,))] == ["layers.0"]
+    assert [r.name for r in replace(Net(Fused(), Other()), (x,))] == ["layers.0"]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def test_a_converted_layer_refuses_every_softmax_of_its_forward(softmax):
             return out if self.more is None else out + self.more(x @ x.mT) @ x
 
     layer = Later()
-    sigmoidify(layer)
+    replace(layer)
     layer.more = softmax
     with pytest.raises(RuntimeError, match="this forward computes a softmax itself"):
         layer(torch.randn(2, 5, 8))
@@ -449,7 +450,7 @@ def test_a_traced_layer_is_refused(by_example, whole, x):
     with pytest.raises(
         ValueError, match=r"traced or exported graphs cannot be replaced: .*scaled_dot_product_attention"
     ):
-        sigmoidify(net, (x,) if by_example else None, bias=-1.0)
+        replace(net, (x,) if by_example else None, bias=-1.0)
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
 
 
@@ -458,7 +459,7 @@ def test_an_exponential_without_its_sum_is_no_softmax(x):
         def mix(self, q, k, v):
             return (-(q @ k.mT).square()).exp() @ v / k.shape[2] + k.exp() / v.exp().sum(-1, keepdim=True)
 
-    assert [r.name for r in sigmoidify(Net(Fused(), Scaled()), (x,))] == ["layers.0"]
+    assert [r.name for r in replace(Net(Fused(), Scaled()), (x,))] == ["layers.0"]
 
 
 class Gated(nn.Module):
@@ -527,15 +528,15 @@ def x():
 @pytest.mark.parametrize("kind", SERVED)
 def test_every_spelling_of_the_function_is_served(kind, by_example, x):
     net = Net(kind())
-    (entry,) = sigmoidify(net, (x,) if by_example else None)
-    assert entry == Replaced("layers.0", kind.__name__, "scaled_dot_product_attention")
+    (entry,) = replace(net, (x,) if by_example else None)
+    assert entry == converted("layers.0", kind.__name__, "scaled_dot_product_attention")
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
 
 
 @pytest.mark.parametrize("by_example", [False, True])
 def test_a_method_that_the_layer_around_calls(by_example, x):
     net = Net(Projected())
-    report = sigmoidify(net, (x,) if by_example else None)
+    report = replace(net, (x,) if by_example else None)
     assert "layers.0.inner" in [r.name for r in report]
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
 
@@ -553,13 +554,13 @@ def test_a_forward_that_the_layer_around_calls(by_example, x):
             return self.inner.forward(x)
 
     net = Net(Around())
-    report = sigmoidify(net, (x,) if by_example else None)
+    report = replace(net, (x,) if by_example else None)
     assert [r.name for r in report] == ["layers.0.inner"]
     torch.testing.assert_close(net(x), net.layers[0].inner.formula(x, -math.log(5)))
     net = Net(Around())
     net.layers[0].inner = TorchSoftmax()
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0\.inner'"):
-        sigmoidify(net, (x,) if by_example else None)
+        replace(net, (x,) if by_example else None)
 
 
 @pytest.mark.parametrize("by_example", [False, True])
@@ -568,11 +569,10 @@ def test_a_forward_that_the_layer_around_calls(by_example, x):
 def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
     net = Net(Fused(), kind(), Fused())
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. Let them use"):
-        sigmoidify(net, (x,) if by_example else None)
+        replace(net, (x,) if by_example else None)
     assert type(net.layers[0]) is Fused
-    report = sigmoidify(net, (x,) if by_example else None, allow_softmax=["layers.1*"])
-    assert [type(r) for r in report] == [Replaced, RemainingSoftmax, Replaced]
-    assert report[1].reason == "allowed"
+    report = replace(net, (x,) if by_example else None, allow_softmax=["layers.1*"])
+    assert [r.outcome for r in report] == ["converted", "allowed", "converted"]
     first, kept, last = net.eval().layers
     with torch.no_grad():
         expected = last.formula(kept(first.formula(x, -math.log(5))), -math.log(5))
@@ -584,7 +584,7 @@ def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
 def test_a_scripted_layer_is_refused(by_example, x):
     net = Net(Fused(), torch.jit.script(Scripted()))
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
-        sigmoidify(net, (x,) if by_example else None)
+        replace(net, (x,) if by_example else None)
 
 
 class Scripted(nn.Module):
@@ -595,8 +595,8 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize("by_example", [False, True])
 def test_a_pool_through_multi_head_attention_forward(by_example, x):
     net = Net(Fused(), Pool())
-    report = sigmoidify(net, (x,) if by_example else None)
-    assert report[1] == Replaced("layers.1", "Pool", "multi_head_attention_forward")
+    report = replace(net, (x,) if by_example else None)
+    assert report[1] == converted("layers.1", "Pool", "multi_head_attention_forward")
     y, pool = net.layers[0](x), net.layers[1]
     q, k, v = (
         f(t).unflatten(-1, (2, 4)).transpose(1, 2)
@@ -616,7 +616,7 @@ class Causal(Mixer):
 @pytest.mark.parametrize("kind", [Causal, Pool])
 def test_compiled_and_exported(kind, x):
     net = Net(kind()).eval()
-    sigmoidify(net)
+    replace(net)
     torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
     exported = torch.export.export(net, (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
     longer = torch.randn(2, 9, 8)
@@ -626,13 +626,13 @@ def test_compiled_and_exported(kind, x):
 class TestWhatIsNoAttention:
     def test_an_example_tells_a_router_apart(self, x):
         net = Net(Fused(), Gated())
-        report = sigmoidify(net, (x,))
-        assert report[1] == RemainingSoftmax("layers.1", "Gated", "softmax", "not attention")
+        report = replace(net, (x,))
+        assert report[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
         torch.testing.assert_close(net(x), net.layers[1](net.layers[0].formula(x, -math.log(5))))
 
     def test_code_without_a_matrix_product_does_too(self):
-        report = sigmoidify(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
-        assert [r.name for r in report if isinstance(r, RemainingSoftmax)] == ["layers.1", "layers.2.1"]
+        report = replace(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
+        assert [r.name for r in report if r.outcome != "converted"] == ["layers.1", "layers.2.1"]
 
     def test_inside_a_layer_that_is_replaced(self, x):
         class Both(Fused):
@@ -645,10 +645,10 @@ class TestWhatIsNoAttention:
 
         layer = Both()
         expected = layer.gate(layer.formula(x, -math.log(5)))
-        report = sigmoidify(layer, (x,))
+        report = replace(layer, (x,))
         assert report == [
-            Replaced("", "Both", "scaled_dot_product_attention"),
-            RemainingSoftmax("gate", "Gated", "softmax", "not attention"),
+            converted("", "Both", "scaled_dot_product_attention"),
+            SoftmaxLayer("gate", "Gated", "softmax", "not attention"),
         ]
         torch.testing.assert_close(layer(x), expected)
 
@@ -659,8 +659,8 @@ class TestWhatIsNoAttention:
 
         layer = Both()
         expected = layer.formula(x, -math.log(5)) * layer.qkv(x)[..., :8].softmax(-1)
-        report = sigmoidify(layer, (x,))
-        assert [type(r) for r in report] == [Replaced, RemainingSoftmax]
+        report = replace(layer, (x,))
+        assert [r.outcome for r in report] == ["converted", "not attention"]
         torch.testing.assert_close(layer(x), expected)
 
 
@@ -680,10 +680,10 @@ class Flagged(Mixer):
 @pytest.mark.parametrize("by_example", [False, True])
 def test_timm_s_flag_is_set(by_example, x):
     net = Net(Flagged())
-    assert [r.name for r in sigmoidify(net, (x,) if by_example else None)] == ["layers.0"]
+    assert [r.name for r in replace(net, (x,) if by_example else None)] == ["layers.0"]
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
     net.layers[0].fused_attn = False
-    with pytest.raises(RuntimeError, match="Flagged was sigmoidified, but this forward computes a softmax"):
+    with pytest.raises(RuntimeError, match=r"Flagged was converted .* this forward computes a softmax"):
         net(x)
 
 
@@ -691,7 +691,7 @@ def test_timm_s_flag_is_set(by_example, x):
 def test_timm_s_flag_is_as_before_where_the_model_is_refused(by_example, x):
     net = Net(Flagged(), TorchSoftmax())
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
-        sigmoidify(net, (x,) if by_example else None)
+        replace(net, (x,) if by_example else None)
     assert net.layers[0].fused_attn is False
 
 
@@ -701,9 +701,9 @@ def test_layers_that_the_example_does_not_reach(x):
             return self.layers[0](x)
 
     net = Half(Fused(), Fused())
-    assert [r.name for r in sigmoidify(net, (x,))] == ["layers.0", "layers.1"]
+    assert [r.name for r in replace(net, (x,))] == ["layers.0", "layers.1"]
     with pytest.raises(ValueError, match=r"'layers\.1' \(TorchSoftmax: softmax\)"):
-        sigmoidify(Half(Fused(), TorchSoftmax()), (x,))
+        replace(Half(Fused(), TorchSoftmax()), (x,))
 
 
 class Holder(nn.Module):
@@ -720,32 +720,32 @@ def test_modules_that_are_not_registered(x):
     with pytest.raises(
         ValueError, match=r"'' \(Holder: .* of a module in self\.held, which is not registered\).*example"
     ):
-        sigmoidify(model)
+        replace(model)
     model.held[0]["second"].parent = [model]  # back to the holder
     with pytest.raises(ValueError, match=r"'second' \(Sequential: .* in self\.parent"):
-        sigmoidify(nn.ModuleDict(model.held[0]))
+        replace(nn.ModuleDict(model.held[0]))
     expected = model.held[0]["second"][0].formula(model.first.formula(x, -math.log(5)), -math.log(5))
-    sigmoidify(model, (x,))
+    replace(model, (x,))
     torch.testing.assert_close(model(x), expected)
     registered = Fused()
-    assert len(sigmoidify(nn.Sequential(registered, Holder([{"first": registered}, nn.Linear(8, 8)])))) == 2
+    assert len(replace(nn.Sequential(registered, Holder([{"first": registered}, nn.Linear(8, 8)])))) == 2
 
 
 def test_layers_may_be_kept(x):
     net = Net(Fused(), Fused())
-    report = sigmoidify(net, (x,), allow_softmax=["layers.0"])
+    report = replace(net, (x,), allow_softmax=["layers.0"])
     assert report == [
-        RemainingSoftmax("layers.0", "Fused", "scaled_dot_product_attention", "allowed"),
-        Replaced("layers.1", "Fused", "scaled_dot_product_attention"),
+        SoftmaxLayer("layers.0", "Fused", "scaled_dot_product_attention", "allowed"),
+        converted("layers.1", "Fused", "scaled_dot_product_attention"),
     ]
     assert type(net.layers[0]) is Fused
 
 
 def test_patterns_that_match_nothing():
     with pytest.raises(ValueError, match=r"allow_softmax=\['head'\] matches no layer.*'layers\.0'"):
-        sigmoidify(Net(Fused()), allow_softmax=["layers.*", "head"])
+        replace(Net(Fused()), allow_softmax=["layers.*", "head"])
     with pytest.raises(TypeError, match="sequence of names, got the string"):
-        sigmoidify(Net(Fused()), allow_softmax="layers.0")
+        replace(Net(Fused()), allow_softmax="layers.0")
 
 
 def test_a_kept_layer_inside_a_replaced_one():
@@ -755,7 +755,7 @@ def test_a_kept_layer_inside_a_replaced_one():
             self.inner = Fused()
 
     with pytest.raises(ValueError, match="allow both or neither"):
-        sigmoidify(Outer(), allow_softmax=["inner"])
+        replace(Outer(), allow_softmax=["inner"])
 
 
 @pytest.mark.parametrize("by_example", [False, True])
@@ -767,8 +767,8 @@ def test_this_library_s_own_layers(by_example, x):
     twin = Attention(8, 2, activation="sigmoid", attention_bias=-1.0)
     twin.load_state_dict(net.layers[1].state_dict())
     expected = twin(net.layers[0](x))
-    (entry,) = sigmoidify(net, (x,) if by_example else None, bias=-1.0)
-    assert entry == Replaced("layers.1", "Attention", "scaled_dot_product_attention")
+    (entry,) = replace(net, (x,) if by_example else None, bias=-1.0)
+    assert entry == converted("layers.1", "Attention", "scaled_dot_product_attention")
     torch.testing.assert_close(net(x), expected)
 
 
@@ -779,7 +779,7 @@ def test_a_module_made_in_a_forward(x):
 
     for example in (None, (x,)):
         with pytest.raises(ValueError, match=r"'layers\.1' \(Made: [sS]oftmax\)"):
-            sigmoidify(Net(Fused(), Made()), example)
+            replace(Net(Fused(), Made()), example)
 
 
 def test_compiled_functions(x):
@@ -787,7 +787,7 @@ def test_compiled_functions(x):
     layer.mix = torch.compile(eager, backend="eager")
     for example in ((x,), None):
         with pytest.raises(ValueError, match=r"'layers\.1'"):
-            sigmoidify(Net(Fused(), layer), example)
+            replace(Net(Fused(), layer), example)
 
 
 class Sparse(nn.Module):
@@ -805,15 +805,15 @@ class Sparse(nn.Module):
 
 def test_sparse_values_are_activations():
     with pytest.raises(ValueError, match="compute a softmax themselves"):
-        sigmoidify(nn.Sequential(Sparse()), (torch.randn(4, 8),))
+        replace(nn.Sequential(Sparse()), (torch.randn(4, 8),))
 
 
 def test_a_performer_is_refused_with_an_example(x):
     """As by its code: it is softmax attention by random features, which the call does not replace."""
     layer = Attention(8, 2, activation="performer", attention_bias=None, causal=True)
     for example in (None, (x,)):
-        with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1"):
-            sigmoidify(Net(Fused(), layer), example)
+        with pytest.raises(ValueError, match=r"'layers\.1' has activation='performer'"):
+            replace(Net(Fused(), layer), example)
 
 
 def test_methods_of_a_base_class_without_a_forward_count_where_they_are_used():
@@ -838,4 +838,4 @@ def test_methods_of_a_base_class_without_a_forward_count_where_they_are_used():
         def forward(self, x):
             return self.attend(x)
 
-    assert [r.name for r in sigmoidify(nn.Sequential(Model(), Layer()))] == ["0.layer", "1"]
+    assert [r.name for r in replace(nn.Sequential(Model(), Layer()))] == ["0.layer", "1"]

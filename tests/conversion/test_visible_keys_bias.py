@@ -77,8 +77,8 @@ def test_pytorch_and_transformers(tmp_path):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("wrong", ["VisibleKeysLinearBias", BatchLengthBias, None, VisibleKeysLinearBias(4)])
-def test_other_classes_are_refused(wrong):
+@pytest.mark.parametrize("bias", ["VisibleKeysLinearBias", BatchLengthBias, VisibleKeysLinearBias(4)])
+def test_other_classes_are_refused(bias):
     model, batches = model_and_batches()
     with pytest.raises(ValueError, match="bias must be VisibleKeysLinearBias or QuadraticBias, a class of sigattn"):
-        convert(model, batches, loss=loss, bias=wrong)
+        convert(model, batches, loss=loss, bias=bias)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from sigattn import convert
 from sigattn.nn import (
     MLP,
     Alibi,
@@ -23,7 +24,6 @@ from sigattn.nn import (
     SinusoidalEmbedding,
     VisibleKeysBias,
     VisibleKeysLinearBias,
-    sigmoidify,
 )
 from tests.export.programs import (
     BATCH,
@@ -133,7 +133,7 @@ class Layer(nn.Module):
 
 def sigmoid(layer, bias=None):
     model = nn.Sequential(layer)
-    sigmoidify(model, bias=bias)
+    convert(model, bias=bias)
     return model[0].eval()
 
 

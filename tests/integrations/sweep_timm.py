@@ -1,4 +1,4 @@
-"""Every model name of the installed timm: sigmoidify is exact, or refuses by name.
+"""Every model name of the installed timm: the conversion is exact, or refuses by name.
 
     python -m tests.integrations.sweep_timm [MODEL ...] [--write]
 

@@ -10,8 +10,7 @@ from torch.export import Dim
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from sigattn import sigmoid_attention  # noqa: E402
-from sigattn.conversion.replacement import sigmoidify  # noqa: E402
+from sigattn import convert, sigmoid_attention  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 
 pytestmark = [
@@ -62,7 +61,7 @@ class Multihead(nn.Module):
 
 def test_converted_multihead_attention_and_transformer():
     model = Multihead().eval()
-    sigmoidify(model)
+    convert(model)
 
     def inputs_of(b, n):
         return {"x": torch.randn(b, n, 32), "padding": torch.arange(n).expand(b, n) > n // 2}

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
-from sigattn.conversion.replacement import sigmoidify  # noqa: E402
+from sigattn import convert  # noqa: E402
 from sigattn.integrations.timm import attention_layer  # noqa: E402
 from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
 
@@ -67,7 +67,7 @@ def test_models_that_ignore_the_class_are_refused_and_convert_replaces_their_att
     model = timm.create_model(name, **options).eval()
     x = torch.randn(2, 3, 32, 32)
     expected = answered(model, x, "log_visible")
-    sigmoidify(model)
+    convert(model)
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 

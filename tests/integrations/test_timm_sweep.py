@@ -1,4 +1,4 @@
-"""Models of timm, converted by sigmoidify: exact, or refused by name, as docs/compatibility.md says.
+"""Models of timm, converted without batches: exact, or refused by name, as docs/compatibility.md says.
 
 A sample runs here, and with ``SIGATTN_SWEEP=all`` every group of model names, as in ``sweep_timm.py``.
 """
@@ -10,7 +10,7 @@ import pytest
 timm = pytest.importorskip("timm")
 
 from sigattn import sigmoid_attention  # noqa: E402
-from sigattn.conversion import replacement  # noqa: E402
+from sigattn.conversion import modules  # noqa: E402
 from sigattn.nn import sigmoid_layer  # noqa: E402
 from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
@@ -62,8 +62,8 @@ def test_the_page_is_current():
 
 class TestTheSweepFinds:
     def test_a_layer_that_is_missed(self, monkeypatch):
-        find = replacement.find_softmax
-        monkeypatch.setattr(replacement, "find_softmax", lambda *arguments: find(*arguments)[:-1])
+        find = modules.find_softmax
+        monkeypatch.setattr(modules, "find_softmax", lambda *arguments: find(*arguments)[:-1])
         with pytest.raises(AssertionError, match="1 softmaxes are not listed"):
             outcome("test_vit3")
 

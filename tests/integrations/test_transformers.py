@@ -15,7 +15,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
-from sigattn.conversion.replacement import sigmoidify  # noqa: E402
+from sigattn import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
 
@@ -380,9 +380,9 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             model.set_attn_implementation("sigmoid")
         assert model.config._attn_implementation == "sdpa"
-        sigmoidify(model.head)
+        convert(model.head)
         model.set_attn_implementation("sigmoid")
-        assert sigmoid.check(model.eval(), pixel_values=torch.randn(2, 3, 16, 16)) == 1
+        assert sigmoid.check(model.eval(), pixel_values=torch.randn(2, 3, 16, 16)) == 2
         config = AutoConfig.for_model("siglip_vision_model", **size, vision_use_head=False)
         AutoModel.from_config(config, attn_implementation="sigmoid")
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sigattn.conversion.replacement import Replaced, sigmoidify
+from sigattn import convert
 from sigattn.integrations import transformers as sigmoid
 from tests.integrations import tiny_transformers as tiny
 
@@ -54,16 +54,16 @@ def test_the_advice_of_a_refusal_works(architecture, works):
     if works == "none":
         assert message.endswith("where nothing can replace it: use another model")
         with pytest.raises(ValueError, match="compute a softmax themselves"):
-            sigmoidify(model, example)
+            convert(model, example=example)
     elif works == "layers":
-        calls = re.findall(r"sigattn\.conversion\.(sigmoidify\(model\.get_submodule\('[^']*'\)\))", message)
+        calls = re.findall(r"sigattn\.(convert\(model\.get_submodule\('[^']*'\)\))", message)
         assert calls
         for call in [*calls, 'model.set_attn_implementation("sigmoid")']:
-            eval(call, {"sigmoidify": sigmoidify, "model": model})
+            eval(call, {"convert": convert, "model": model})
         assert runs(model, example)
     else:
-        (call,) = re.findall(r"sigattn\.conversion\.(sigmoidify\(model, example.*?\)) with arguments", message)
-        report = eval(call, {"sigmoidify": sigmoidify, "model": model, "example": example})
-        assert any(isinstance(entry, Replaced) for entry in report)
+        (call,) = re.findall(r"sigattn\.(convert\(model, example=.*?\)) with arguments", message)
+        report = eval(call, {"convert": convert, "model": model, "example": example})
+        assert any(entry.outcome == "converted" for entry in report.softmax)
         assert ("allow_softmax" in call) == (works == "some")
         assert runs(model, example)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
+from sigattn import convert  # noqa: E402
+from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.integrations.transformers import conversion  # noqa: E402
 from sigattn.nn.bias import LearnableBias  # noqa: E402
 from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias  # noqa: E402
 
@@ -68,19 +69,25 @@ def softmax_model(kind="llama"):
     return auto.from_config(AutoConfig.for_model(kind, **SIZES[kind])).eval()
 
 
+def with_biases(model, make):
+    """Give every attention layer of a softmax model a bias that ``make`` returns."""
+    adapter = TransformersAdapter(model, None)
+    biases = {name: make() for name in adapter.layers()}
+    adapter.swap(biases)
+    return biases
+
+
 def converted(kind="llama"):
-    return with_biases(softmax_model(kind))
+    return with_random_biases(softmax_model(kind))
 
 
-def with_biases(model):
-    biases = {name: QuadraticBias(4, 8, 8) for name in conversion.attention_layers(model)}
-    for bias in biases.values():
+def with_random_biases(model):
+    for bias in with_biases(model, lambda: QuadraticBias(4, 8, 8)).values():
         for parameter in bias.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         torch.nn.init.normal_(bias.slope, -0.7, 0.2)
         bias.query_term.lower.fill_(-0.3)
         bias.query_term.upper.fill_(0.4)
-    conversion.swap(model, biases)
     return model
 
 
@@ -141,7 +148,7 @@ def test_generation_of_an_encoder_and_a_decoder():
     """The cache holds keys of the decoder and, for cross-attention, of the encoder."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("bart", **BART)
-    ours = with_biases(transformers.AutoModelForSeq2SeqLM.from_config(config).eval())
+    ours = with_random_biases(transformers.AutoModelForSeq2SeqLM.from_config(config).eval())
     theirs = reference(ours)
     inputs = inputs_of("bert")  # padded on the right
     common = {"max_new_tokens": 8, "do_sample": False}
@@ -203,8 +210,7 @@ class TestSaved:
         vision = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
         config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
         model = AutoModel.from_config(config).eval()
-        biases = {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
-        conversion.swap(model, {name: bias.requires_grad_(False) for name, bias in biases.items()})
+        biases = with_biases(model, lambda: VisibleKeysLinearBias(4).requires_grad_(False))
         for i, bias in enumerate(biases.values()):
             bias.constant.fill_(i + 1.0)
         model.save_pretrained(tmp_path / "whole")
@@ -262,44 +268,33 @@ class TestRefused:
     def model(self):
         return softmax_model()
 
-    def biases(self, model):
-        return {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
-
     def unchanged(self, model):
         assert model.config._attn_implementation == "sdpa"
         assert not hasattr(model.config, "sigmoid_bias")
         assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]
 
-    def test_names(self, model):
-        biases = self.biases(model)
-        biases["model.layers.0"] = biases.pop("model.layers.0.self_attn")
-        with pytest.raises(ValueError, match=r"biases must be given for the layers model\.layers\.0\.self_attn, "):
-            conversion.swap(model, biases)
-        self.unchanged(model)
-
     def test_a_bias_that_cannot_be_saved(self, model):
-        biases = {**self.biases(model), "model.layers.1.self_attn": LearnableBias(-3.0)}
-        with pytest.raises(TypeError, match="LearnableBias cannot be saved in a configuration"):
-            conversion.swap(model, biases)
+        with pytest.raises(ValueError, match="LearnableBias cannot be saved in a configuration"):
+            convert(model, bias=LearnableBias(-3.0))
         self.unchanged(model)
 
     def test_layers_that_compute_softmax(self):
         size = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
         model = AutoModel.from_config(AutoConfig.for_model("siglip_vision_model", **size))
         with pytest.raises(ValueError, match=r"silently use softmax: head.attention \(MultiheadAttention\)"):
-            conversion.attention_layers(model)
+            with_biases(model, lambda: VisibleKeysLinearBias(4))
         self.unchanged(model)
 
     def test_layers_that_share_weights(self, model):
         model._tied_weights_keys = {r"model.layers.1.self_attn.\w+": r"model.layers.0.self_attn.\w+"}
         model.config.tie_word_embeddings = True
         with pytest.raises(ValueError, match="share their weights"):
-            conversion.swap(model, self.biases(model))
+            with_biases(model, lambda: VisibleKeysLinearBias(4))
         self.unchanged(model)
 
     def test_converted_models(self):
         with pytest.raises(ValueError, match="LlamaForCausalLM has sigmoid attention already"):
-            conversion.attention_layers(converted())
+            convert(converted())
 
     def test_a_number_for_a_converted_model(self):
         model = converted()

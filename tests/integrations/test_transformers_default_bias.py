@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
+from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.integrations.transformers import conversion  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -107,7 +107,7 @@ def test_a_softmax_model_that_was_examined_is_left_as_it_was():
     sigmoid.register(-1.0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT)).eval()
     config = model.config.to_dict()
-    assert len(conversion.attention_layers(model)) == 1
+    assert len(TransformersAdapter(model, None).layers()) == 1
     assert model.config.to_dict() == config
     assert b"sigattn" not in pickle.dumps(model)
     sigmoid.register(-6.0)

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
+from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.integrations.transformers import conversion  # noqa: E402
 from sigattn.nn.fitted_bias import QuadraticBias  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -100,11 +100,12 @@ def model_of(kind, **options):
 
 
 def with_learned_biases(model):
-    biases = {name: QuadraticBias(4, 8, 8) for name in conversion.attention_layers(model)}
+    adapter = TransformersAdapter(model, None)
+    biases = {name: QuadraticBias(4, 8, 8) for name in adapter.layers()}
     for bias in biases.values():
         for parameter in bias.parameters():
             torch.nn.init.normal_(parameter, -0.2, 0.3)
-    conversion.swap(model, biases)
+    adapter.swap(biases)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Outcome of sigmoidify for each model of timm: exact, refused by name, or without attention."""
+"""Outcome of a conversion without batches for each model of timm: exact, refused by name, or without attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
+from tests.conversion.replacing import replace
 
 
 class Outcome(NamedTuple):
@@ -70,12 +70,12 @@ def outcome(name: str, size: tuple[int, int, int] | None = None, **options) -> O
     for by_example in (False, True):
         model = copy.deepcopy(plain)
         try:
-            report = sigmoidify(model, (x,) if by_example else None)
+            report = replace(model, (x,) if by_example else None)
         except ValueError as error:
             result = refusal(str(error), plain, x)
             continue
-        replaced = sorted({r.kind for r in report if isinstance(r, Replaced)})
-        remaining = [r for r in report if isinstance(r, RemainingSoftmax)]
+        replaced = sorted({r.kind for r in report if r.outcome == "converted"})
+        remaining = [r for r in report if r.outcome != "converted"]
         with SoftmaxOperators() as seen:
             ours = model(x)
         assert remaining or not seen.count, f"{name}: {seen.count} softmaxes are not listed"
@@ -85,7 +85,7 @@ def outcome(name: str, size: tuple[int, int, int] | None = None, **options) -> O
 
 
 def refusal(message: str, plain: torch.nn.Module, x: torch.Tensor) -> Outcome:
-    if "no attention layer" in message:
+    if "no softmax attention" in message:
         with SoftmaxOperators() as seen:
             plain(x)
         return Outcome("no attention", "", seen.count)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from sigattn import convert
 from sigattn.nn import (
     Alibi,
     Attention,
@@ -17,7 +18,6 @@ from sigattn.nn import (
     RotaryEmbedding,
     VisibleKeysLinearBias,
     make_bias,
-    sigmoidify,
 )
 
 B, H, N, E = 2, 4, 9, 16
@@ -195,7 +195,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_layers_that_call_pytorchs_function(kind, call):
     layer, (options, seen) = Attend().double(), CALLS[call]
-    sigmoidify(layer, bias=BIASES[kind]())
+    convert(layer, bias=BIASES[kind]())
     torch.testing.assert_close(layer(X, **options), formula(layer.sigmoid_bias, *layer.heads(X), seen))
 
 
@@ -206,7 +206,7 @@ def test_more_keys_than_queries():
             return F.scaled_dot_product_attention(q[:, :, :4], k, v, **options)
 
     layer = Cross().double()
-    sigmoidify(layer, bias=linear_bias())
+    convert(layer, bias=linear_bias())
     q, k, v = layer.heads(X)
     for options, seen in (({}, COL[None] >= 0), ({"is_causal": True}, ROW[:4] >= COL)):
         expected = formula(layer.sigmoid_bias, q[:, :, :4], k, v, seen[None, None])
@@ -219,7 +219,7 @@ def test_queries_without_heads_are_refused():
             return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
 
     layer = Single().double()
-    sigmoidify(layer, bias=linear_bias())
+    convert(layer, bias=linear_bias())
     with pytest.raises(ValueError, match=r"needs plain queries of shape \(B, H, N, D\), got \(2, 9, 16\)"):
         layer(X)
 
@@ -229,7 +229,7 @@ def test_queries_without_heads_are_refused():
 def test_multihead_attention(kind, masks):
     layer = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64).eval()
     before = copy.deepcopy(layer)
-    sigmoidify(layer, bias=BIASES[kind]())
+    convert(layer, bias=BIASES[kind]())
     q, k, v = F.linear(X, before.in_proj_weight, before.in_proj_bias).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
     hidden = torch.tensor([N, 5])[:, None] <= COL
     seen, options = torch.ones(1, 1, N, N, dtype=torch.bool), {}

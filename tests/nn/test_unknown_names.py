@@ -14,7 +14,7 @@ CASES = {
     "attention(attention_bias=True)": "must be a number or a module of sigattn.nn.bias, such as NoBias() or Vis",
     'attention(attention_bias="log_visible")': "got 'log_visible'; make_bias creates the module of a rule's name",
     "attention(attention_bias=NoBias)": "got <class 'sigattn.nn.bias.NoBias'>",
-    'sigmoidify(a, bias="x")': "sigmoidify: bias must be a number or a module",
+    'convert(a, bias="x")': "convert: bias must be a number or a module",
     "ConstantBias('a')": "ConstantBias: value must be a number, got 'a' (str)",
     "LearnableBias(True)": "LearnableBias: initial must be a number, got True (bool)",
     "LanguageModelConfig(attention_bias=True)": "attention_bias must be a finite number, got True",
@@ -55,7 +55,7 @@ CASES = {
     "build(3)": "int is not the configuration of a model",
 }
 PROGRAM = """
-from sigattn.conversion import convert
+from sigattn import convert
 from sigattn.models.saving import build
 from sigattn.models.language import *
 from sigattn.models.speech import *
@@ -64,7 +64,6 @@ from sigattn.nn.attention import *
 from sigattn.nn.bias import *
 from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
-from sigattn.conversion.replacement import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.guide import *
 from sigattn.nn.initialization import *

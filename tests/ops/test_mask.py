@@ -5,8 +5,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing._internal.two_tensor import TwoTensor
 
-from sigattn import attention_statistics, sigmoid_attention
-from sigattn.conversion.replacement import sigmoidify
+from sigattn import attention_statistics, convert, sigmoid_attention
 from tests.ops.cases import COMPILER_NOISE, COMPLETE
 
 pytestmark = [
@@ -81,7 +80,7 @@ def test_a_causal_bias_in_a_replaced_layer(kind, n, m):
     replaced.attention, plain.attention = Layer(make(n, m)), Layer(triangle(n, m))
     results = []
     for model in (replaced, plain):
-        sigmoidify(model)
+        convert(model)
         results.append(model.attention(q, k, v))
     torch.testing.assert_close(*results)
     seen = int(triangle(n, m).any(0).sum())
@@ -112,7 +111,7 @@ def test_other_subclasses_are_refused_by_name(backend):
             sigmoid_attention(q, k, v, given, backend=backend)
     layer = torch.nn.MultiheadAttention(4, 2)
     model = torch.nn.Sequential(layer)
-    sigmoidify(model)
+    convert(model)
     with pytest.raises(TypeError, match=r"attn_mask is a .*CausalBias"):
         model[0](q[0], q[0], q[0], attn_mask=causal_lower_right(3, 3))
 

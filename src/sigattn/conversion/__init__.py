@@ -1,27 +1,19 @@
-"""Conversion of models with softmax attention to sigmoid attention, by a fit of the bias on a few batches.
+"""Conversion of softmax models to sigmoid attention: ``sigattn.convert`` and ``sigattn.restore``.
 
-Example::
-
-    from sigattn.conversion import convert
-    report = convert(model, batches)
-    print(report)
+``api.py`` has ``convert``. An adapter knows a family of models: ``modules.py`` those of PyTorch, timm and this library,
+``transformers.py`` those of transformers. The fit is in ``fit.py`` (bias), ``output_scale.py`` and ``refinement.py``.
 """
 
 from sigattn.conversion.api import convert
-from sigattn.conversion.attention_call import AttentionCall, ConversionError
-from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
-from sigattn.conversion.report import ConversionReport, HeadReport, LayerReport
+from sigattn.conversion.report import ConversionError, ConversionReport, HeadReport, LayerReport, SoftmaxLayer
 from sigattn.conversion.restore import restore
 
 __all__ = [
-    "AttentionCall",
     "ConversionError",
     "ConversionReport",
     "HeadReport",
     "LayerReport",
-    "RemainingSoftmax",
-    "Replaced",
+    "SoftmaxLayer",
     "convert",
     "restore",
-    "sigmoidify",
 ]

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.conversion.report import ConversionError
 from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import MAX_DIRECTIONS, QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.conversion.attention_call import Attend, AttentionCall
 from sigattn.conversion.report import HeadReport, LayerReport
 from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
+from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 

@@ -4,178 +4,203 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _pop_mode_temporarily
 
-from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
-from sigattn.conversion.channel_attention import channel_attention
 from sigattn.conversion.replacement import (
     enable_fused_attention,
     find_softmax,
     observed_layers,
-    refuse_distributed,
     refuse_wrapped,
     replace_layers,
 )
+from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import AttentionBias
+from sigattn.nn.bias import AttentionBias, BatchLengthBias, ConstantBias, LearnableBias, VisibleKeysBias
 from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
-from sigattn.nn.observer import CallObserver
+from sigattn.nn.observer import Attend, AttentionCall, CallObserver
 from sigattn.nn.run_search import Example
 from sigattn.nn.sigmoid_layer import CONVERTED
-from sigattn.nn.softmax_calls import Finding, listed
-from sigattn.nn.visible_keys import is_visible
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.nn.softmax_calls import MHA_NAME, Finding, listed
 
 
 class ModuleAdapter:
-    """Softmax attention of a model of PyTorch, found by ``replacement.find_softmax``.
+    """Softmax attention of a model of PyTorch.
 
     Args:
         model: the model. example: arguments of its forward, or a function that runs it; None to search its code only.
+        allow_softmax: names, or patterns of names, of layers that keep their softmax.
+        fitted: True if batches run the model: every attention must then be called.
     """
 
-    def __init__(self, model: nn.Module, example: Example | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example | None = None,
+        allow_softmax: Sequence[str] = (),
+        *,
+        fitted: bool = True,
+    ) -> None:
         self.model: nn.Module = model
         self.example: Example | None = example
-        self.own: dict[str, Attention] = {}
+        self.allow_softmax: Sequence[str] = allow_softmax
+        self.fitted: bool = fitted
+        self.softmax: tuple[SoftmaxLayer, ...] = ()
+        self.library: dict[str, Attention] = {}  # layers of this library
         self.called: list[Finding] = []  # layers that call PyTorch's functions
         self.staying: list[Finding] = []
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
-        try:
-            return self._layers()
-        except ConversionError:
-            raise
-        except ValueError as error:
-            raise ConversionError(f"convert: {error}") from error
-
-    def _layers(self) -> Sequence[str]:
-        refuse_distributed(self.model)
+        attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self._allowed(n)}
+        library = {name: layer for name, layer in attention.items() if _is_softmax(name, layer)}
         with enable_fused_attention(self.model, restore=True):
             findings = find_softmax(self.model, self.example)
-        self.staying = [f for f in findings if not f.replaceable]
-        if refused := [f for f in self.staying if f.attention]:
+        self._check_patterns(findings)
+        self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
+        converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.outcome == "converted"]
+        self.staying = [f for f in findings if f not in converted and f.called]
+        if refused := [f for f in self.staying if f.attention and not self._allowed(f.name)]:
             raise ConversionError(
                 f"convert: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. "
-                "Let them use F.scaled_dot_product_attention, or rewrite them with sigattn.nn.Attention"
+                "Let them use F.scaled_dot_product_attention (a flag such as fused_attn=True or "
+                'attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention. To keep their softmax, pass '
+                "their names, or patterns, as allow_softmax"
                 + (". Only the code was examined: pass example=(...)" if self.example is None else "")
             )
-        self.own = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and _is_normalised(n, m)}
-        self.called = [f for f in findings if f.replaceable and f.name not in self.own]
-        if uncalled := [f for f in findings if not f.called]:
+        if self.fitted and (uncalled := [f for f in findings if not f.called]):
             raise ConversionError(
                 f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
                 "batches that come to it"
             )
+        unconverted = {f.name for f in findings if f not in converted}
+        self.library = {name: layer for name, layer in library.items() if name not in unconverted}
+        self.called = [f for f in converted if f.name not in self.library]
+        self._check_nesting()
         refuse_wrapped(self.called)
-        names = {*self.own, *(f.name for f in self.called)}
+        names = {*self.library, *(f.name for f in self.called)}
         if not names:
-            raise ConversionError(_nothing_found(self.model))
-        layers = {name: m for name, m in self.model.named_modules() if name in names}
-        refuse_offloaded(layers)
-        return list(layers)
-
-    def refuse_channel_attention(self, run: Callable[[], object]) -> None:
-        """Raise ConversionError for layers whose features are positions, because a bias would be tied to their number.
-
-        Args:
-            run: runs the model on a batch.
-        """
-        with enable_fused_attention(self.model, restore=True):
-            refused = channel_attention(self.model, run, self.called)
-        if refused:
-            raise ConversionError(
-                f"convert: the features of the queries of {listed(refused)} are positions (attention over channels). A "
-                "bias with a coefficient for each would fit inputs of one size only: pass bias=VisibleKeysLinearBias"
-            )
+            raise ConversionError(self._nothing_to_convert())
+        return [name for name, _ in self.model.named_modules() if name in names]
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
         """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``."""
-        observers = {f.name: _Observer(f.name, attend) for f in self.called}
+        observers = {f.name: CallObserver(f.name, attend) for f in self.called}
         try:
-            for name, layer in self.own.items():
-                layer.attention_fn = functools.partial(_answer_own, name, layer, attend)
+            for name, layer in self.library.items():
+                layer.attention_fn = functools.partial(_answer, name, layer, attend)
             with (
                 enable_fused_attention(self.model, restore=True),
                 observed_layers(self.model, self.called, self.staying, observers),
             ):
                 yield
         finally:
-            for layer in self.own.values():
+            for layer in self.library.values():
                 layer.attention_fn = functional.attend
 
-    def swap(self, biases: Mapping[str, AttentionBias]) -> None:
-        """Give each layer sigmoid attention with its bias; see ``Adapter``."""
+    def swap(self, biases: Mapping[str, AttentionBias | None]) -> None:
+        """Give each layer sigmoid attention with its bias; see ``Adapter``.
+
+        Raises:
+            ConversionError: if the bias needs lengths or ALiBi, which a layer's calls do not give, or if it is none
+                that the model's configuration can name.
+        """
         placed = {
-            name: bias.to(next(self.model.get_submodule(name).parameters(), torch.empty(0)).device)
+            name: None if bias is None else bias.to(next(self.model.get_submodule(name).parameters(), _ON_CPU).device)
             for name, bias in biases.items()
         }
-        configs = _converted_configs(self.model, placed) if self.own else []
+        calls = {f.name: f.call for f in self.called}
+        for name, bias in placed.items():
+            if bias is not None and (bias.needs_alibi or (bias.needs_lengths and calls.get(name) != MHA_NAME)):
+                raise ConversionError(
+                    f"convert: {type(bias).__name__} needs lengths or ALiBi, which {name!r} does not give; use another "
+                    "bias (None is -log of the number of visible keys)"
+                )
+        of_library = {name: placed[name] or VisibleKeysBias() for name in self.library}
+        configs = _converted_configs(self.model, next(iter(of_library.values()))) if of_library else []
         with enable_fused_attention(self.model):
             replace_layers(self.model, self.called, self.staying, placed)
-        for name, layer in self.own.items():
-            layer.activation, layer.attention_bias = "sigmoid", placed[name]
+        for name, layer in self.library.items():
+            layer.activation, layer.attention_bias = "sigmoid", of_library[name]
         for part, config in configs:
             part.config = config
 
+    def _outcome(self, finding: Finding) -> Any:
+        if self._allowed(finding.name):
+            return "allowed"
+        if not finding.called:
+            return "not called"
+        return "converted" if finding.replaceable else "not attention"
 
-class _Observer(CallObserver):
-    """Passes the calls of a layer to ``attend``."""
+    def _allowed(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_softmax)
 
-    def __init__(self, name: str, attend: Attend) -> None:
-        self.name, self.attend = name, attend
-
-    def answer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        window: tuple[int, int] | None,
-        scale: float | None,
-        softmax: Callable[[], Any],
-        sigmoid: Callable[[AttentionBias], Any],
-    ) -> Any:
-        """Return the result of a call; see ``CallObserver``."""
-        if query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
+    def _check_patterns(self, findings: Sequence[Finding]) -> None:
+        unused = [p for p in self.allow_softmax if not fnmatch.filter([f.name for f in findings], p)]
+        if unused:
+            names = ", ".join(repr(f.name) for f in findings) or "none"
             raise ConversionError(
-                f"convert: the attention of {self.name!r} must be called with plain tensors of shape (B, H, N, D), got "
-                f"{'nested ones' if query.is_nested else tuple(query.shape)}"
+                f"convert: allow_softmax={unused} matches no layer with a softmax; there are: {names}"
             )
-        if mask is not None and mask.is_floating_point():
-            mask = mask.masked_fill(~is_visible(mask), -torch.inf)
-        problem = make_problem(
-            Problem, query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, window=window
-        )
-        with _without_function_modes():
-            return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
+
+    def _check_nesting(self) -> None:
+        """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""
+        softmax = [f for f in self.staying if f.replaceable]
+        for outer in self.called:
+            modules = set(outer.module.modules()) - {outer.module}
+            if inside := [f.name for f in softmax if f.module in modules]:
+                raise ConversionError(
+                    f"convert: {outer.name!r} is converted and contains {', '.join(inside)}, allowed to stay softmax: "
+                    "allow both or neither"
+                )
+
+    def _nothing_to_convert(self) -> str:
+        kind = type(self.model).__name__
+        converted = [
+            name
+            for name, m in self.model.named_modules()
+            if isinstance(m, CONVERTED) or (isinstance(m, Attention) and m.activation == "sigmoid")
+        ]
+        if converted:
+            shown = ", ".join(map(repr, converted[:3])) + (", …" if len(converted) > 3 else "")
+            return f"convert: {kind} has sigmoid attention already ({shown}) and no softmax attention"
+        message = f"convert: {kind} has no softmax attention that can be replaced"
+        if self.staying:
+            message += f". These compute a softmax that was allowed, or is not an attention's: {listed(self.staying)}"
+        return message + ("" if self.example else ". Pass example=(...) to find attention by running the model")
 
 
-@contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
-    """Within the context no ``TorchFunctionMode`` is active: those of the layers around a call refuse its softmax."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        yield
+_ON_CPU = torch.empty(0, device="cpu")
 
 
-def _is_normalised(name: str, layer: Attention) -> bool:
+def is_over_channels(model: nn.Module, call: AttentionCall) -> bool:
+    """Return True if a call's queries are channels and their features positions (XCiT), as its layer's weights tell.
+
+    A bias with a coefficient for each feature would tie such a model to the number of positions of the batches.
+    Ordinary attention has as many features, of all heads, as one of the layer's weights; here it is as many queries. A
+    layer without weights is judged by the layer around it.
+    """
+    name, (_, heads, queries, features) = call.name, call.problem.query.shape
+    while not (matrices := [p for p in model.get_submodule(name).parameters() if sum(s > 1 for s in p.shape) > 1]):
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+    sizes = {size for p in matrices for size in p.shape}
+    return heads * features not in sizes and heads * queries in sizes
+
+
+def _is_softmax(name: str, layer: Attention) -> bool:
     """Return True for a layer with softmax.
 
     Raises:
@@ -187,12 +212,12 @@ def _is_normalised(name: str, layer: Attention) -> bool:
         return False
     if layer.attention_fn is not functional.attend or layer.sequence_shard is not None:
         raise ConversionError(
-            f"convert: {name!r} has an attention_fn of its own, or is part of a context-parallel model: reset it"
+            f"convert: {name!r} has a custom attention_fn, or is part of a context-parallel model: reset it"
         )
     return True
 
 
-def _answer_own(
+def _answer(
     name: str, layer: Attention, attend: Attend, _: str, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec
 ) -> Tensor:
     """Answer a call of an ``Attention``, as its ``attention_fn``."""
@@ -209,37 +234,41 @@ def _answer_own(
     return result
 
 
-def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias]) -> list[tuple[Any, Any]]:
-    """Return this library's models in a model whose attention is softmax, with their configurations after the swap."""
-    settings = [_RULES[type(b)] for b in biases.values()]
-    changes: dict[str, Any] = {"activation": "sigmoid", **settings[0]}
-    found: list[tuple[Any, Any]] = []
+def _converted_configs(model: nn.Module, bias: AttentionBias) -> list[tuple[Any, Any]]:
+    """Return this library's models in a model whose attention is softmax, with their configurations after the swap.
+
+    Raises:
+        ConversionError: if no setting of a configuration makes such a bias.
+    """
+    pairs: list[tuple[Any, Any]] = []
     for part in model.modules():
         config = part.config if isinstance(part, Transformer) else None
         if isinstance(config, TransformerConfig) and config.activation == "softmax":
-            found.append((part, dataclasses.replace(config, **changes)))
+            pairs.append((part, dataclasses.replace(config, **_settings(bias))))
         elif isinstance(config, MaskedAutoencoderConfig) and config.encoder.activation == "softmax":
-            encoder = dataclasses.replace(config.encoder, **changes)
-            found.append((part, dataclasses.replace(config, encoder=encoder)))
-    return found
+            encoder = dataclasses.replace(config.encoder, **_settings(bias))
+            pairs.append((part, dataclasses.replace(config, encoder=encoder)))
+    return pairs
 
 
-# settings of ``TransformerConfig`` that make a bias of this class
-_RULES: dict[type[AttentionBias], dict[str, Any]] = {
-    VisibleKeysLinearBias: {"attention_bias": "log_visible", "learn_bias": "head"},
-    QuadraticBias: {"attention_bias": "log_visible", "learn_bias": "quadratic"},
-}
-
-
-def _nothing_found(model: nn.Module) -> str:
-    converted = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, CONVERTED) or (isinstance(m, Attention) and m.activation == "sigmoid")
-    ]
-    if converted:
-        return (
-            f"convert: {type(model).__name__} has sigmoid attention already ({', '.join(map(repr, converted[:3]))}"
-            f"{', …' if len(converted) > 3 else ''}) and no softmax attention"
+def _settings(bias: AttentionBias) -> dict[str, Any]:
+    """Return the settings of ``TransformerConfig`` that make such a bias."""
+    if isinstance(bias, ConstantBias):
+        return {"activation": "sigmoid", "attention_bias": bias.value}
+    if type(bias) is LearnableBias:
+        learn = "layer" if bias.value.numel() == 1 else "head"
+        return {"activation": "sigmoid", "attention_bias": bias.initial, "learn_bias": learn}
+    if type(bias) not in _RULES:
+        raise ConversionError(
+            f"convert: no configuration of sigattn.models names {type(bias).__name__}: use another bias"
         )
-    return f"convert: {type(model).__name__} has no softmax attention: the batches ran without calling any"
+    rule, learn = _RULES[type(bias)]
+    return {"activation": "sigmoid", "attention_bias": rule, "learn_bias": learn}
+
+
+_RULES: dict[type[AttentionBias], tuple[str, str]] = {
+    BatchLengthBias: ("log_batch", "no"),
+    VisibleKeysBias: ("log_visible", "no"),
+    VisibleKeysLinearBias: ("log_visible", "head"),
+    QuadraticBias: ("log_visible", "quadratic"),
+}

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.conversion.fit import MARGIN, check_finite
 from sigattn.conversion.measure import evaluate_rows
+from sigattn.conversion.report import ConversionError
 from sigattn.conversion.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import EPS, QuadraticBias
+from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.ops.autocast import without_autocast
 
 _MAX_LOG_TARGET = math.log(10)  # of the factor beyond e^MARGIN
@@ -57,7 +58,7 @@ class OutputScaleFit:
         self.rows += float(counted.double().mean(1).sum())
 
     def candidates(self, bias: QuadraticBias) -> list[QuadraticBias]:
-        """Return copies of a bias with the constant scale e^MARGIN, one that depends on the norm, and the whole one."""
+        """Return copies of a bias with the constant scale e^MARGIN, one that depends on the norm, and the full one."""
         return [self.solve(bias, count) for count in (0, _POWER, self.targets.shape[1])]
 
     def solve(self, bias: QuadraticBias, num_features: int) -> QuadraticBias:
@@ -85,7 +86,7 @@ def fit_output_scales(
 ) -> dict[str, AttentionBias]:
     """Fit an output scale to each bias of each layer; return for each layer what has the least error of the output.
 
-    The error is that on held-out batches, of each bias with the whole scale, that of the norm, and a constant one.
+    The error is that on held-out batches, of each bias with the full scale, that of the norm, and a constant one.
 
     Args:
         run, run_held_out: run the model on batches, with a function that answers its attention calls.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.conversion.attention_call import Attend, AttentionCall
 from sigattn.conversion.row_statistics import is_padding
 from sigattn.nn.bias import AttentionBias
+from sigattn.nn.observer import Attend, AttentionCall
 
 _LEARNING_RATE = 1e-2  # at the first step; it decays linearly
 
@@ -44,12 +44,12 @@ def refine(
     optimizer = torch.optim.Adam([p for of in used.values() for p in of], lr=_LEARNING_RATE)
 
     def add_gradients(call: AttentionCall) -> Any:
-        result, own = call.softmax(), used[call.name]
+        result, parameters = call.softmax(), used[call.name]
         with torch.enable_grad():
             missed, square = squared_error(call, refined[call.name], result)
             error = missed / square.clamp(min=torch.finfo(square.dtype).tiny)
         # not backward(), which would leave gradients in the model's own parameters
-        for p, gradient in zip(own, torch.autograd.grad(error, own), strict=True):
+        for p, gradient in zip(parameters, torch.autograd.grad(error, parameters), strict=True):
             p.grad = gradient if p.grad is None else p.grad + gradient
         return result
 
@@ -75,13 +75,13 @@ def squared_error(call: AttentionCall, bias: AttentionBias, softmax: Any) -> tup
     """Return ‖O_sigmoid - O_softmax‖² and ‖O_softmax‖² of a layer's output, without the rows of padding.
 
     Args:
-        softmax: the layer's own result.
+        softmax: the layer's result with softmax.
     """
-    exact, found = (first_tensor(result).float() for result in (softmax, call.sigmoid(bias)))
+    exact, converted = (first_tensor(result).float() for result in (softmax, call.sigmoid(bias)))
     padding = is_padding(call.problem)
     if padding is not None and exact.shape[:-1] == call.problem.query.shape[:-1]:
-        exact, found = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, found))
-    return (found - exact).square().sum(), exact.square().sum()
+        exact, converted = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, converted))
+    return (converted - exact).square().sum(), exact.square().sum()
 
 
 def first_tensor(result: Any) -> Tensor:

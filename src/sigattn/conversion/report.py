@@ -1,11 +1,13 @@
-"""Report of a conversion: the fit of each head, the error of each layer's output, the loss before and after."""
+"""Report of a conversion: every softmax and its outcome, and with batches the fit, errors and losses."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from sigattn.files import write_text
 
@@ -13,6 +15,28 @@ from sigattn.files import write_text
 # by 2 to 7 %, the first by 13 to 36 %, and all layers together by 25 to 50 %.
 POOR_ERROR = 0.5
 POOR_LOSS = 1.05  # ratio to the loss of softmax
+
+
+class ConversionError(ValueError):
+    """A model cannot be converted; the message names the layer or the batch, and the model is unchanged."""
+
+
+@dataclass(frozen=True)
+class SoftmaxLayer:
+    """Layer that computed a softmax before the conversion.
+
+    Attributes:
+        name: name within the model ("" for the model itself). kind: name of its class before. call: the function that
+            computed the softmax.
+        outcome: "converted" to sigmoid attention, or the reason for which it still computes a softmax: "allowed" (by
+            ``allow_softmax``), "not attention", or "not called": its code can call the function, but the example, which
+            runs the layer, does not come to it.
+    """
+
+    name: str
+    kind: str
+    call: str
+    outcome: Literal["converted", "allowed", "not attention", "not called"]
 
 
 @dataclass(frozen=True)
@@ -52,66 +76,61 @@ class ConversionReport:
     """Report of a conversion. ``print`` shows it, ``save`` writes it as JSON.
 
     Attributes:
-        layers: each converted layer.
+        softmax: each layer that computed a softmax, and its outcome; for models of transformers, its attention layers.
+        layers: fit of each converted layer. Without batches it is empty, and the attributes below have no meaning.
         loss_softmax: mean loss of the softmax model over the held-out batches; None if the batches have no loss.
         loss_log_n: loss with sigmoid attention and b = -log n, which may not be finite. loss: loss of the converted
             model.
         num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from,
             which also decide between the forms of bias and scale.
-        held_out: False if these are batches of the fit, because there was only one.
-        seconds: duration of the conversion.
+        held_out: False if there was one batch only, which is then used for both.
+        seconds: time that the conversion took.
     """
 
-    layers: tuple[LayerReport, ...]
-    loss_softmax: float | None
-    loss_log_n: float | None
-    loss: float | None
-    num_batches: int
-    num_held_out: int
-    held_out: bool
-    seconds: float
+    softmax: tuple[SoftmaxLayer, ...]
+    layers: tuple[LayerReport, ...] = ()
+    loss_softmax: float | None = None
+    loss_log_n: float | None = None
+    loss: float | None = None
+    num_batches: int = 0
+    num_held_out: int = 0
+    held_out: bool = False
+    seconds: float = 0.0
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences that say where the conversion is poor."""
-        found = []
+        """Sentences that say where a fitted conversion is poor."""
+        if not self.layers:
+            return []
+        sentences = []
         if not self.held_out:
-            found.append("There was one batch only, so errors and losses are those of the batch of the fit.")
+            sentences.append("There was one batch only, so errors and losses are those of the batch of the fit.")
         if poor := [layer.name for layer in self.layers if not layer.error < POOR_ERROR]:
-            found.append(
+            sentences.append(
                 f"The outputs of {', '.join(poor)} differ from softmax's by {POOR_ERROR:.0%} or more: the bias does "
                 "not follow rows in which single keys dominate. Train the model further before use."
             )
         if self.loss is None or self.loss_softmax is None:
-            found.append("There was no loss, so the effect on it was not measured: pass loss to convert.")
+            sentences.append("There was no loss, so the effect on it was not measured: pass loss to convert.")
         elif self.loss - self.loss_softmax > (POOR_LOSS - 1) * abs(self.loss_softmax):
-            found.append(
+            sentences.append(
                 f"The loss rose from {self.loss_softmax:.4g} to {self.loss:.4g}: fine-tune the model, for example for "
                 "a tenth of its original steps."
             )
-        return found
+        return sentences
 
     def __str__(self) -> str:
+        listed = [s for s in self.softmax if s.outcome != "converted"] if self.layers else self.softmax
+        lines = _aligned([(s.name or "(model)", s.kind, s.call, s.outcome) for s in listed], str.ljust)
+        if not self.layers:
+            return "\n".join(lines)
         rows = [("layer", "R² (min … max)", "c", "a", "error, −log n", "error, fitted")]
         for layer in self.layers:
-            r2, c, a = zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True)
-            rows.append(
-                (
-                    layer.name or "(model)",
-                    _range(r2),
-                    _range(c),
-                    _range(a),
-                    f"{layer.error_log_n:.1%}",
-                    f"{layer.error:.1%}",
-                )
+            r2, c, a = (
+                _range(values) for values in zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True)
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
-            )
-            for r in rows
-        ]
+            rows.append((layer.name or "(model)", r2, c, a, f"{layer.error_log_n:.1%}", f"{layer.error:.1%}"))
+        lines = [*_aligned(rows, str.rjust), *lines]
         if self.loss_softmax is not None:
             lines.append(
                 f"loss: {self.loss_softmax:.4f} with softmax, {self.loss_log_n:.4f} with b = −log n, "
@@ -128,6 +147,17 @@ class ConversionReport:
         """
         report = _finite({**asdict(self), "warnings": self.warnings})
         write_text(Path(path), json.dumps(report, indent=1) + "\n")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:
+    """Return rows as lines with columns of equal width: the first at the left, the others as ``justify`` does."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(justify(c, w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _range(values: tuple[float, ...]) -> str:

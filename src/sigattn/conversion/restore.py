@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.conversion.attention_call import ConversionError
+from sigattn.conversion.adapter import refuse_distributed, refuse_offloaded
 from sigattn.conversion.modules import ModuleAdapter
+from sigattn.conversion.report import ConversionError
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import FITTED
 
@@ -24,13 +25,13 @@ def restore(
     """Convert a softmax model as the model of a state dict was converted, in place, and load the state dict.
 
     Models of this library have folders (``sigattn.models.saving``), and transformers' models ``from_pretrained``; this
-    is for all others.
+    is for all others that ``convert`` converted with batches.
 
     Args:
         model: a softmax model of the same class and sizes, such as a new one. state: from a model that ``convert``
-            converted.
-        example: arguments of one forward call, positional or by name, as in ``sigmoidify``: the model is run once to
-            distinguish other softmaxes from attention, as ``convert`` does. None examines its code only.
+            converted with batches.
+        example: arguments of one forward call, positional or by name, as in ``convert``: the model is run once to
+            distinguish other softmaxes from attention. None examines its code only.
 
     Raises:
         ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
@@ -39,8 +40,10 @@ def restore(
     first_names: dict[nn.Module, str] = {}  # a state dict has all names of a shared layer, ``layers`` the first
     aliases = {n: first_names.setdefault(m, n) for n, m in model.named_modules(remove_duplicate=False)}
     biases = {aliases.get(name, name): _bias(parameters) for name, parameters in _parameters(state).items()}
+    refuse_distributed(model)
     adapter = ModuleAdapter(model, example)
     names = adapter.layers()
+    refuse_offloaded({name: model.get_submodule(name) for name in names})
     if set(names) != set(biases):
         softmax, fitted = (", ".join(map(repr, given)) for given in (names, biases))
         raise ConversionError(
@@ -53,12 +56,12 @@ def restore(
 
 def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the parameters of the bias of each layer, by the layer's name."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_layer: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         parts = key.split(".")
         for i in (i for i, part in enumerate(parts[:-1]) if part in _ATTRIBUTES):
-            found.setdefault(".".join(parts[:i]), {})[".".join(parts[i + 1 :])] = value
-    return found
+            by_layer.setdefault(".".join(parts[:i]), {})[".".join(parts[i + 1 :])] = value
+    return by_layer
 
 
 def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:

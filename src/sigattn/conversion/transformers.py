@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
-from sigattn.conversion.replacement import find_softmax, refuse_distributed
-from sigattn.integrations.transformers import conversion
-from sigattn.integrations.transformers.interface import Call
-from sigattn.nn.bias import AttentionBias
+from sigattn.conversion.replacement import find_softmax
+from sigattn.conversion.report import ConversionError, SoftmaxLayer
+from sigattn.integrations.transformers import interface, learned_bias
+from sigattn.integrations.transformers.check import dispatches
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, restored
+from sigattn.integrations.transformers.selection import configurations, detach
+from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
+from sigattn.nn.observer import Attend, CallObserver
 from sigattn.nn.softmax_calls import listed
-from sigattn.nn.visible_keys import evaluate_bias, is_visible
+from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.ops import reference
-from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 
@@ -25,25 +29,23 @@ class TransformersAdapter:
     """Softmax attention of models of transformers: a model, or several within one.
 
     Args:
-        model: the model. run: runs the model on one batch, in evaluation mode.
+        model: the model. run: runs the model on one batch, in evaluation mode; None without batches.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[], object] | None) -> None:
         self.model: nn.Module = model
-        self.run: Callable[[], object] = run
+        self.run: Callable[[], object] | None = run
+        self.roots: list[PreTrainedModel] = find_roots(model)
         self.names: dict[nn.Module, str] = {}
+        self.softmax: tuple[SoftmaxLayer, ...] = ()
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
-        try:
-            refuse_distributed(self.model)
-            self.names = {layer: name for name, layer in conversion.attention_layers(self.model).items()}
-        except ValueError as error:
-            raise ConversionError(f"convert: {error}") from error
-        if not self.names:
-            raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
-        refuse_offloaded({name: layer for layer, name in self.names.items()})
-        inside = {m for root in conversion.roots(self.model) for m in root.modules()}
+        for root in self.roots:
+            _refuse_converted(root)
+            with _as_conversion_error(), _selected(root):
+                pass  # raises for layers that the choice does not reach
+        inside = {m for root in self.roots for m in root.modules()}
         if self.model not in inside:
             others = [f for f in find_softmax(self.model, self.run) if f.attention and f.module not in inside]
             if others:
@@ -51,65 +53,166 @@ class TransformersAdapter:
                     f"convert: {type(self.model).__name__} contains models of transformers and other attention "
                     f"({listed(others)}): convert its parts one by one"
                 )
+        self.names = {m: name for name, m in self.model.named_modules() if m in inside and dispatches(m)}
+        if not self.names:
+            raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
+        self.softmax = tuple(
+            SoftmaxLayer(name, type(layer).__name__, "attention interface", "converted")
+            for layer, name in self.names.items()
+        )
         return list(self.names.values())
 
-    def observe(self, attend: Attend) -> AbstractContextManager[None]:
-        """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``."""
+    @contextlib.contextmanager
+    def observe(self, attend: Attend) -> Iterator[None]:
+        """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``.
 
-        def answer(layer: nn.Module, call: Call) -> Tensor:
-            name = self._name(layer)
-            mask = call.mask
-            if mask is not None and mask.is_floating_point():
-                mask = mask.masked_fill(~is_visible(mask), -torch.inf)
-            problem = make_problem(
-                Problem,
-                call.query,
-                call.key,
-                call.value,
-                attn_mask=mask,
-                is_causal=call.causal,
-                scale=call.scale,
-                softcap=call.softcap,
-            )
+        The calls have the masks that the layers would have with sigmoid attention.
+        """
+
+        def answer(layer: nn.Module, call: interface.Call) -> Tensor:
+            if layer not in self.names:
+                raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
 
             def sigmoid(bias: AttentionBias) -> Tensor:
                 b = evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
                 return bias.scaled(call.sigmoid(b))
 
-            result: Tensor = attend(AttentionCall(name, problem, lambda: _softmax(problem), sigmoid))
+            result: Tensor = CallObserver(self.names[layer], attend).answer(
+                *(call.query, call.key, call.value, call.mask),
+                softmax=_softmax,
+                sigmoid=sigmoid,
+                is_causal=call.causal,
+                scale=call.scale,
+                softcap=call.softcap,
+            )
             return result
 
-        return conversion.observe(self.model, answer)
+        with contextlib.ExitStack() as stack:
+            for root in self.roots:
+                stack.enter_context(_selected(root))
+            with interface.observed_by(answer):
+                yield
 
-    def swap(self, biases: Mapping[str, AttentionBias]) -> None:
-        """Give each layer sigmoid attention with its bias; see ``Adapter``."""
+    def swap(self, biases: Mapping[str, AttentionBias | None]) -> None:
+        """Give each layer sigmoid attention with its bias; see ``Adapter``.
+
+        A number and None (-log of the visible keys) become the configuration's ``sigmoid_bias``; others must be of
+        ``sigattn.nn.fitted_bias``.
+
+        Raises:
+            ConversionError: for another bias; or if transformers ties the weights of layers, and so their biases.
+        """
+        learned: dict[Any, Any] = {m: biases[name] for m, name in self.names.items() if _setting(biases[name]) is None}
+        settings = {_setting(bias) for bias in biases.values()} - {None}
+        with restored([config for root in self.roots for config in configurations(root)]), _as_conversion_error():
+            try:
+                for layer, bias in learned.items():
+                    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+                    layer.sigmoid_bias = bias.to(device).train(layer.training)
+                    for module in bias.modules():
+                        module._is_hf_initialized = True  # init_weights leaves it as it is
+                for root in self.roots:
+                    _refuse_tied(root)
+                    for config, record in learned_bias.records(root):
+                        config.sigmoid_bias = record
+                    if not learned:
+                        (root.config.sigmoid_bias,) = settings
+                    root.set_attn_implementation(NAME)
+            except BaseException:
+                for layer in learned:
+                    layer._modules.pop(learned_bias.ATTRIBUTE, None)
+                raise
+
+
+def find_roots(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the outermost models of transformers in a model."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in find_roots(child)]
+
+
+def interface_reaches_all(model: nn.Module) -> bool:
+    """Return True if all attention of a model goes through transformers' attention interface.
+
+    Raises:
+        ConversionError: if a part has sigmoid attention already.
+    """
+    roots = find_roots(model)
+    for root in roots:
+        _refuse_converted(root)
         try:
-            conversion.swap(self.model, biases)
-        except ValueError as error:
-            raise ConversionError(f"convert: {error}") from error
-
-    def _name(self, layer: nn.Module) -> str:
-        if layer not in self.names:
-            raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
-        return self.names[layer]
+            with _selected(root):
+                pass
+        except ValueError:
+            return False
+    inside = {m for root in roots for m in root.modules()}
+    return all(f.module in inside for f in find_softmax(model) if f.attention) and any(map(dispatches, inside))
 
 
-def contains_transformers_model(model: nn.Module) -> bool:
-    """Return True if a model is, or contains, a model of transformers."""
-    return bool(conversion.roots(model))
+def _setting(bias: AttentionBias | None) -> float | str | None:
+    """Return the value of a configuration's ``sigmoid_bias`` for a bias; None for a learned one.
+
+    Raises:
+        ConversionError: for a bias that no configuration can name.
+    """
+    if bias is None or type(bias) is VisibleKeysBias:
+        return LOG_VISIBLE
+    if isinstance(bias, ConstantBias):
+        return bias.value
+    try:
+        learned_bias.describe(bias)
+    except TypeError as error:
+        raise ConversionError(f"convert: {error}, a number or None") from error
+    return None
 
 
 def _softmax(problem: Problem) -> Tensor:
     """Return the output of softmax attention, (B, Hq, N, Dv)."""
     p = problem
-    if not p.softcap:
-        return F.scaled_dot_product_attention(
-            p.query,
-            p.key,
-            p.value,
-            p.attn_mask if p.attn_mask is None or p.attn_mask.dtype is torch.bool else p.attn_mask.to(p.query.dtype),
-            is_causal=p.right == 0,
-            scale=p.scale,
-            enable_gqa=p.query.shape[1] != p.key.shape[1],
-        )
-    return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in reference.row_blocks(p)], 2)
+    if p.softcap:
+        return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in reference.row_blocks(p)], 2)
+    mask = p.attn_mask if p.attn_mask is None or p.attn_mask.dtype is torch.bool else p.attn_mask.to(p.query.dtype)
+    options: dict[str, Any] = {"is_causal": p.right == 0, "scale": p.scale, "enable_gqa": True}
+    return F.scaled_dot_product_attention(p.query, p.key, p.value, mask, **options)
+
+
+def _refuse_converted(root: PreTrainedModel) -> None:
+    for config in configurations(root):
+        if config._attn_implementation == NAME or getattr(config, "sigmoid_bias", None) is not None:
+            raise ConversionError(
+                f"convert: {type(root).__name__} has sigmoid attention already: {type(config).__name__} has "
+                f'attn_implementation="{config._attn_implementation}" and '
+                f"sigmoid_bias={getattr(config, 'sigmoid_bias', None)!r}. Conversion starts from softmax attention"
+            )
+
+
+def _refuse_tied(root: PreTrainedModel) -> None:
+    """Raise if transformers ties the weights of attention layers: it would tie their biases, too."""
+    for name, source in root.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if f".{learned_bias.ATTRIBUTE}." in f".{name}":
+            raise ConversionError(
+                f"convert: attention layers of {type(root).__name__} share their weights ({name} is tied to {source}), "
+                "and would have to share one bias: conversion is not supported"
+            )
+
+
+@contextlib.contextmanager
+def _selected(root: PreTrainedModel) -> Iterator[None]:
+    """Select "sigmoid" for a block, and restore the configurations after it."""
+    with restored(configurations(root), always=True):
+        try:
+            root.set_attn_implementation(NAME)
+            yield
+        finally:
+            detach(root)
+
+
+@contextlib.contextmanager
+def _as_conversion_error() -> Iterator[None]:
+    """Raise errors of the integration as ``ConversionError``."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except ValueError as error:
+        raise ConversionError(f"convert: {error}") from error

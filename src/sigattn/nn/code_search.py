@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.softmax_calls import (
+    ATTENTION_NAMES,
     CONTAINERS,
+    INTERFACE_NAME,
     MHA_NAME,
     OPAQUE_NAMES,
     PRODUCT_NAMES,
@@ -29,9 +31,7 @@ from sigattn.nn.softmax_calls import (
 )
 
 _MATRIX_PRODUCT = "@"
-_SOFTMAX = SOFTMAX_NAMES | {"Softmax"}
-_ATTENTION = OPAQUE_NAMES | {SDPA_NAME, MHA_NAME}
-_CALLS = {SDPA_NAME, MHA_NAME, *_SOFTMAX, *OPAQUE_NAMES, *PRODUCT_NAMES, *THREAD_NAMES}
+_CALLS = {INTERFACE_NAME, *ATTENTION_NAMES, *SOFTMAX_NAMES, *PRODUCT_NAMES, *THREAD_NAMES}
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "sigattn"})
 _NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "__getstate__", "reset_parameters", "init_weights"})
 _CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozenset({"softmax", "bmm"})}
@@ -46,7 +46,7 @@ def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[F
     around it, multiply no matrices.
 
     Args:
-        model: the whole model. modules: its layers that are searched, by name.
+        model: the model. modules: its layers that are searched, by name.
     """
     return _search(model, modules, set(model.modules()))
 
@@ -64,11 +64,11 @@ def _search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: s
             call = f"{call}, perhaps in another thread" if threads else call
             findings.append(Finding(name, module, call, replaceable=not threads, attention=True))
             continue
-        if held := _unregistered_attention(module, known):
-            findings.append(Finding(name, module, held, replaceable=False, attention=True))
+        if call := _unregistered_attention(module, known):
+            findings.append(Finding(name, module, call, replaceable=False, attention=True))
             continue
         opaque = sorted(calls & OPAQUE_NAMES)
-        softmax = sorted(calls & _SOFTMAX)
+        softmax = sorted(calls & SOFTMAX_NAMES)
         if opaque or softmax:
             attention = bool(opaque) or named_as_attention(module) or _multiplies(model, name, calls)
             findings.append(Finding(name, module, (opaque or softmax)[0], replaceable=False, attention=attention))
@@ -78,12 +78,12 @@ def _search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: s
 def _unregistered_attention(module: nn.Module, known: set[nn.Module]) -> str | None:
     """Return the call and the attribute of an attention in a list, tuple or dictionary that is no part of the model."""
     for attribute, value in vars(module).items():
-        for held in _modules_in(value):
-            inside = set(held.modules())
-            if held in known or module in inside:  # registered, or a reference back to the model around the layer
+        for member in _modules_in(value):
+            inside = set(member.modules())
+            if member in known or module in inside:  # registered, or a reference back to the model around the layer
                 continue
-            found = _search(held, held.named_modules(), known | inside)
-            if call := next((f.call for f in found if f.attention), None):
+            findings = _search(member, member.named_modules(), known | inside)
+            if call := next((f.call for f in findings if f.attention), None):
                 return f"{call} of a module in self.{attribute}, which is not registered"
     return None
 
@@ -133,7 +133,7 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
         return frozenset({MHA_NAME})
     kind: Any = type(module)
     names = _names_of_class(kind)
-    calls = _calls_of_class(kind).union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
+    calls = calls_of_class(kind).union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
     if isinstance(module, torch.fx.GraphModule):
         calls |= _names_in(kind.forward.__code__)[0] & _CALLS  # the class is made for the graph
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
@@ -149,7 +149,7 @@ def starts_threads(module: nn.Module) -> bool:
 
 def forward_attends(module: nn.Module) -> bool:
     """Return True if the forward of a layer, with the methods that it uses, can compute a softmax or attention."""
-    return bool(_calls_of_forward(module) & (_ATTENTION | _SOFTMAX))
+    return bool(_calls_of_forward(module) & (ATTENTION_NAMES | SOFTMAX_NAMES))
 
 
 def _calls_of_forward(module: nn.Module) -> frozenset[str]:
@@ -164,9 +164,9 @@ def search_hooks(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
     for name, module in modules:
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         calls = frozenset().union(*(_calls_of_value(hook, frozenset(), _DEPTH) for hook in hooks))
-        if found := sorted(calls & _ATTENTION) or sorted(calls & _SOFTMAX):
-            attention = bool(calls & (_ATTENTION | PRODUCT_NAMES)) or named_as_attention(module)
-            findings.append(Finding(name, module, f"{found[0]} in a hook", replaceable=False, attention=attention))
+        if softmax := sorted(calls & ATTENTION_NAMES) or sorted(calls & SOFTMAX_NAMES):
+            attention = bool(calls & (ATTENTION_NAMES | PRODUCT_NAMES)) or named_as_attention(module)
+            findings.append(Finding(name, module, f"{softmax[0]} in a hook", replaceable=False, attention=attention))
     return findings
 
 
@@ -185,17 +185,18 @@ def _names_in_graph(module: Any) -> frozenset[str]:
 
 
 @functools.cache
-def _calls_of_class(kind: Any) -> frozenset[str]:
-    found: set[str] = set()
+def calls_of_class(kind: Any) -> frozenset[str]:
+    """Return the names of such functions that the methods of a class of layers can reach."""
+    calls: set[str] = set()
     for _, function in _methods(kind):
-        found |= _calls_of_function(function, _DEPTH)
+        calls |= _calls_of_function(function, _DEPTH)
     attributes: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         attributes |= vars(base) if _followed(base.__module__) else dict.fromkeys(vars(base))
     for value in attributes.values():
         if not any(_functions_in(value)):  # no method, but a function of PyTorch, or a table of functions
-            found |= _calls_of_value(getattr(value, "__func__", value), _names_of_class(kind), _DEPTH)
-    return frozenset(found)
+            calls |= _calls_of_value(getattr(value, "__func__", value), _names_of_class(kind), _DEPTH)
+    return frozenset(calls)
 
 
 @functools.cache
@@ -210,13 +211,13 @@ def _calls_of_helper(kind: Any, names: frozenset[str], depth: int) -> frozenset[
     for name, function in _methods(kind):
         methods.setdefault(name, []).append(function)
     entries = {"forward", "backward"} if issubclass(kind, torch.autograd.Function) else {"__call__"}
-    waiting, seen, found = methods.keys() & (names | entries), set[str](), set[str]()
+    waiting, seen, calls = methods.keys() & (names | entries), set[str](), set[str]()
     while waiting:
         seen.add(name := waiting.pop())
         for function in methods[name]:
-            found |= _calls_of_function(function, depth)
+            calls |= _calls_of_function(function, depth)
             waiting |= (_names_in(function.__code__)[0] & methods.keys()) - seen
-    return frozenset(found)
+    return frozenset(calls)
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
@@ -252,14 +253,14 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 def _functions_in(attribute: Any) -> Iterator[types.FunctionType]:
     if isinstance(attribute, property):
-        found = [attribute.fget, attribute.fset]
+        functions = [attribute.fget, attribute.fset]
     elif isinstance(attribute, functools.partial):
-        found = [attribute.func, *attribute.args, *attribute.keywords.values()]
+        functions = [attribute.func, *attribute.args, *attribute.keywords.values()]
     elif isinstance(attribute, functools.cached_property):
-        found = [attribute.func]
+        functions = [attribute.func]
     else:
-        found = [getattr(attribute, "__func__", attribute)]
-    for function in found:
+        functions = [getattr(attribute, "__func__", attribute)]
+    for function in functions:
         function = getattr(function, "_torchdynamo_orig_callable", function)
         unwrapped = inspect.unwrap(function) if callable(function) else function
         if isinstance(unwrapped, types.FunctionType):
@@ -276,16 +277,16 @@ def _followed(module: str | None) -> bool:
 @functools.cache
 def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
     """Return the calls of a function, and of the functions that it names, to a depth."""
-    found: set[str] = set()
+    calls: set[str] = set()
     for each in _functions_in(function):
         names, strings, multiplies = _names_in(each.__code__)
-        found |= names & _CALLS
-        found |= {"bmm"} if multiplies else set()
+        calls |= names & _CALLS
+        calls |= {"bmm"} if multiplies else set()
         for value in _values_named(each, names):
-            found |= _calls_of_value(value, frozenset(names), depth)
+            calls |= _calls_of_value(value, frozenset(names), depth)
         if "getattr" in names:  # getattr(F, "softmax")
-            found |= strings & _CALLS
-    return frozenset(found)
+            calls |= strings & _CALLS
+    return frozenset(calls)
 
 
 def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[str]:
@@ -302,24 +303,24 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
         return frozenset().union(*(_calls_of_value(m, names, depth - 1) for m in members)) if depth else frozenset()
     if is_sdpa(value):
         return frozenset({SDPA_NAME})
-    found = frozenset(base.__name__ for base in type(value).__mro__) & THREAD_NAMES  # self.pool.map
-    found |= {getattr(value, "__name__", "")} & _CALLS if callable(value) else set()
+    calls = frozenset(base.__name__ for base in type(value).__mro__) & THREAD_NAMES  # self.pool.map
+    calls |= {getattr(value, "__name__", "")} & _CALLS if callable(value) else set()
     if depth == 0:
-        return found
+        return calls
     if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, type):
-        return found | _calls_of_value(value.__self__, names, depth)  # ``apply`` of an autograd function, PyTorch 2.14
+        return calls | _calls_of_value(value.__self__, names, depth)  # ``apply`` of an autograd function, PyTorch 2.14
     if isinstance(value, types.MethodType):  # of an object or, as an autograd function's ``apply``, of a class
-        found |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
+        calls |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
         value = value.__func__
     if isinstance(value, torch.jit.ScriptFunction):
         graph = str(value.graph)
         return frozenset(n for n in _CALLS if f"aten::{n}(" in graph)
     if isinstance(value, types.FunctionType) or hasattr(value, "_torchdynamo_orig_callable"):
         functions = [f for f in _functions_in(value) if _followed(f.__module__)]
-        return found.union(*(_calls_of_function(f, depth - 1) for f in functions))
+        return calls.union(*(_calls_of_function(f, depth - 1) for f in functions))
     kind: Any = value if isinstance(value, type) else type(value)
     is_helper = _followed(kind.__module__) and not issubclass(kind, (nn.Module, Tensor))
-    return found | _calls_of_helper(kind, names, depth - 1) if is_helper else found
+    return calls | _calls_of_helper(kind, names, depth - 1) if is_helper else calls
 
 
 def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
@@ -345,8 +346,8 @@ def _names_in(code: types.CodeType) -> tuple[set[str], set[str], bool]:
         if isinstance(constant, str):
             strings.add(constant)
         elif isinstance(constant, types.CodeType):
-            more, texts, product = _names_in(constant)
-            names, strings, multiplies = names | more, strings | texts, multiplies or product
+            inner_names, inner_strings, product = _names_in(constant)
+            names, strings, multiplies = names | inner_names, strings | inner_strings, multiplies or product
     return names, strings, multiplies
 
 

@@ -139,8 +139,8 @@ def multi_head_attention_forward(
     if bias_k is not None and bias_v is not None:
         k, v = (torch.cat([t, b.expand(t.shape[0], 1, -1)], 1) for t, b in ((k, bias_k), (v, bias_v)))
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
-    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-        refuse_subclass("multi_head_attention_forward", name, given)
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        refuse_subclass("multi_head_attention_forward", name, mask)
     _check_masks(attn_mask, key_padding_mask, (key.shape[0], num_heads, q.shape[2], key.shape[1]))
     if isinstance(sigmoid_bias, CallObserver):
         return _observed(sigmoid_bias, q, k, v, arguments)
@@ -195,15 +195,9 @@ def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments
     separate = separate or arguments["in_proj_weight"] is None
     softmax = {**arguments, "use_separate_proj_weight": separate}
     return observer.answer(
-        q,
-        k,
-        v,
-        mask,
-        False,
-        None,
-        None,
-        lambda: F.multi_head_attention_forward(**softmax),
-        lambda bias: multi_head_attention_forward(bias, **arguments),
+        *(q, k, v, mask),
+        softmax=lambda _: F.multi_head_attention_forward(**softmax),
+        sigmoid=lambda bias: multi_head_attention_forward(bias, **arguments),
     )
 
 

@@ -1,36 +1,89 @@
-"""Interface through which the attention calls of another library's layers are observed before a conversion."""
+"""Observation of a layer's attention calls, before a conversion."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import _pop_mode_temporarily
 
 from sigattn.nn.bias import AttentionBias
+from sigattn.nn.visible_keys import is_visible
+from sigattn.ops.operands import make_problem
+from sigattn.ops.problem import Problem
 
 
-class CallObserver(ABC):
-    """Receiver of a layer's attention calls; it takes the place of the layer's bias while the layer is observed."""
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a softmax attention, which its receiver answers with ``softmax()`` or ``sigmoid(bias)``.
 
-    @abstractmethod
+    Attributes:
+        name: name of the layer within the model.
+        problem: operands and masks of the call; its bias is None.
+        softmax: returns the layer's result with softmax. sigmoid: with sigmoid attention of a bias.
+    """
+
+    name: str
+    problem: Problem
+    softmax: Callable[[], Any]
+    sigmoid: Callable[[AttentionBias], Any]
+
+
+Attend = Callable[[AttentionCall], Any]  # returns the result of a call
+
+
+class CallObserver:
+    """Receiver of a layer's attention calls; it takes the place of the layer's bias while the layer is observed.
+
+    Args:
+        name: name of the layer. attend: answers its calls.
+    """
+
+    def __init__(self, name: str, attend: Attend) -> None:
+        self.name: str = name
+        self.attend: Attend = attend
+
     def answer(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        is_causal: bool,
-        window: tuple[int, int] | None,
-        scale: float | None,
-        softmax: Callable[[], Any],
+        softmax: Callable[[Problem], Any],
         sigmoid: Callable[[AttentionBias], Any],
+        **options: Any,
     ) -> Any:
         """Return the result of a call.
 
         Args:
-            query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv); of any dimensions if the layer's are.
-            mask, is_causal, window, scale: as in ``sigmoid_attention``.
-            softmax: computes the result with softmax. sigmoid: computes it with sigmoid attention of this bias.
+            query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv).
+            mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
+            softmax: returns the layer's result with softmax, of the problem. sigmoid: with sigmoid attention of a bias.
+            options: is_causal, window, scale and softcap of ``sigmoid_attention``.
+
+        Raises:
+            ValueError: for operands of other dimensions.
         """
+        if query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
+            raise ValueError(
+                f"the attention of {self.name!r} must be called with plain tensors of shape (B, H, N, D), got "
+                f"{'nested ones' if query.is_nested else tuple(query.shape)}"
+            )
+        if mask is not None and mask.is_floating_point():
+            mask = mask.masked_fill(~is_visible(mask), -torch.inf)
+        problem = make_problem(Problem, query, key, value, attn_mask=mask, **options)
+        with _without_function_modes():
+            return self.attend(AttentionCall(self.name, problem, lambda: softmax(problem), sigmoid))
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Within the context no ``TorchFunctionMode`` is active: those of the layers around a call refuse its softmax."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield

@@ -34,6 +34,7 @@ _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
 _EXPONENTIALS = frozenset({"exp", "exp_", "exp2", "exp2_"})
 # reductions of exp(x) by which a softmax may be normalised
 _SUMS = frozenset({"sum", "mean", "linalg_vector_norm", "norm", "cumsum"})
+_SIGMOID_OPERATORS = frozenset({"sigattn::dense_forward", "sigattn::varlen_forward", "sigattn::kvcache_forward"})
 _COPIES = frozenset({"_to_copy", "clone"})
 _NO_STORAGE = -1
 Example = Sequence[Any] | Mapping[str, Any] | Callable[[], object]
@@ -44,11 +45,13 @@ class SearchResult:
     """Result of running a model once.
 
     Attributes:
-        findings: each softmax that was computed. ran: the layers that were called.
+        findings: each softmax that was computed. ran: the layers that were called. sigmoid_calls: number of calls of
+            sigmoid attention.
     """
 
     findings: list[Finding]
     ran: set[nn.Module]
+    sigmoid_calls: int
 
 
 def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], ...]) -> SearchResult:
@@ -77,7 +80,7 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
             model(**example)
         else:
             model(*example)
-    return SearchResult(trace.findings(), trace.ran)
+    return SearchResult(trace.findings(), trace.ran, trace.sigmoid_calls)
 
 
 def _storages(model: nn.Module) -> set[int]:
@@ -140,6 +143,7 @@ class _Trace:
         self.thread = _Thread()
         self.ran: set[nn.Module] = set()
         self.sites: list[_Site] = []
+        self.sigmoid_calls = 0
         self.weights: Any = WeakTensorKeyDictionary()  # tensor → its marks: sites and parts of a softmax
         self.exponentials: Any = WeakTensorKeyDictionary()  # exponent → mark of its exponential
         self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
@@ -292,6 +296,7 @@ class _Operators(TorchDispatchMode):
             return result
         name: str = func.name() if callable(getattr(func, "name", None)) else str(func)
         name = name.partition(".")[0]
+        trace.sigmoid_calls += name in _SIGMOID_OPERATORS
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         base = name.rpartition("::")[2]
@@ -312,8 +317,8 @@ class _Operators(TorchDispatchMode):
         elif base in _SUMS:
             marks = trace.weights.get(inputs[0], ())
             # a mean of a softmax's weights over heads is weights
-            kept = {m for m in marks if isinstance(m, _Site)} if base != "sum" else set()
-            trace.weights[outputs[0]] = kept | {_Sum(m) for m in marks if isinstance(m, _Exponential)}
+            weights = {m for m in marks if isinstance(m, _Site)} if base != "sum" else set()
+            trace.weights[outputs[0]] = weights | {_Sum(m) for m in marks if isinstance(m, _Exponential)}
         elif len(inputs) != 2 or not self._normalize(base.rstrip("_"), inputs[0], inputs[1], outputs[0]):
             self._carry(base, inputs, outputs)
         return result

@@ -50,7 +50,7 @@ class SigmoidLayer(nn.Module):
             result = super().forward(*args, **kwargs)
         if not mode.calls and not any(isinstance(m, CONVERTED) for m in self.modules() if m is not self):
             raise RuntimeError(
-                f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
+                f"{self.softmax_class.__name__} was converted to sigmoid attention, but this forward did not call "
                 "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or the "
                 "weights were requested)"
             )
@@ -121,9 +121,9 @@ def _rebuild(kind: type[nn.Module]) -> nn.Module:
 
 def _autograd_forwards(kind: type = torch.autograd.Function) -> set[types.CodeType]:
     """Return the code of the forward passes of all autograd functions."""
-    own = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    found = {own.__code__} if isinstance(own, types.FunctionType) else set[types.CodeType]()
-    return found.union(*map(_autograd_forwards, kind.__subclasses__()))
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    codes = {forward.__code__} if isinstance(forward, types.FunctionType) else set[types.CodeType]()
+    return codes.union(*map(_autograd_forwards, kind.__subclasses__()))
 
 
 class _SigmoidMode(TorchFunctionMode):
@@ -144,9 +144,10 @@ class _SigmoidMode(TorchFunctionMode):
             return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
         if getattr(func, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
-                f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax itself "
-                "instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or the weights "
-                "were requested). If that softmax is not an attention's, call sigmoidify or restore with example=(...)"
+                f"{self.layer.softmax_class.__name__} was converted to sigmoid attention, but this forward computes a "
+                "softmax itself instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or "
+                "the weights were requested). If that softmax is not an attention's, call convert or restore with "
+                "example=(...)"
             )
         if isinstance(func, HigherOrderOperator):  # of torch.compile, which traces its functions outside of this mode
             self.calls += func is torch.ops.higher_order.tag_activation_checkpoint
@@ -187,9 +188,9 @@ class _SigmoidMode(TorchFunctionMode):
 
     def _own_backward(self) -> str:
         return (
-            f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint, or an "
-            "autograd.Function, around its attention function, and the backward pass would compute that of softmax. "
-            "Checkpoint the whole layer instead, where it is called, or a method of it"
+            f"{self.layer.softmax_class.__name__} was converted to sigmoid attention, but it calls "
+            "torch.utils.checkpoint, or an autograd.Function, around its attention function, and the backward pass "
+            "would compute that of softmax. Checkpoint the whole layer instead, where it is called, or a method of it"
         )
 
 
@@ -213,15 +214,12 @@ def sigmoid_sdpa(
     if isinstance(sigmoid_bias, CallObserver):
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         return sigmoid_bias.answer(
-            query,
-            key,
-            value,
-            attn_mask,
-            is_causal,
-            window,
-            scale,
-            lambda: SDPA(*arguments, **options),
-            lambda bias: sigmoid_sdpa(bias, *arguments, **options),
+            *(query, key, value, attn_mask),
+            softmax=lambda _: SDPA(*arguments, **options),
+            sigmoid=lambda bias: sigmoid_sdpa(bias, *arguments, **options),
+            is_causal=is_causal,
+            window=window,
+            scale=scale,
         )
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     bias: float | Tensor | None = None

@@ -17,7 +17,9 @@ SDPA_CALLS = (SDPA, _ATEN_SDPA, _ATEN_SDPA.default)
 
 SDPA_NAME = "scaled_dot_product_attention"
 MHA_NAME = "multi_head_attention_forward"
-SOFTMAX_NAMES = frozenset({"softmax", "_softmax", "_safe_softmax", "softmin", "gumbel_softmax", "special_softmax"})
+SOFTMAX_NAMES = frozenset(
+    {"softmax", "Softmax", "_softmax", "_safe_softmax", "softmin", "gumbel_softmax", "special_softmax"}
+)
 SOFTMAX_MODULES = (nn.Softmax, nn.Softmax2d, nn.Softmin)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 OPAQUE_NAMES = frozenset(
@@ -40,6 +42,8 @@ OPAQUE_NAMES = frozenset(
         "_efficient_attention_forward",
     }
 )
+ATTENTION_NAMES = OPAQUE_NAMES | {SDPA_NAME, MHA_NAME}
+INTERFACE_NAME = "ALL_ATTENTION_FUNCTIONS"  # attention functions of transformers
 PRODUCT_NAMES = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"})
 
 # ways of running functions in other threads, where the mode of a layer that becomes sigmoid attention is not active
@@ -94,8 +98,16 @@ def is_sdpa(func: Any) -> bool:
 
 
 def named_as_attention(module: nn.Module) -> bool:
-    """Return True if the class of a layer has "att" in its name."""
-    return "att" in type(module).__name__.lower()
+    """Return True if the class of a layer has "att" in its name, and is not known for another softmax."""
+    kind = type(module).__name__
+    return "att" in kind.lower() and kind not in _NO_ATTENTION
+
+
+_NO_ATTENTION = {
+    "PatchTSMixerGatedAttention",  # a gate over features
+    "AttentiveStatisticsPooling",  # statistics over time
+    "Sam2MultiScaleAttention",  # uses transformers' attention interface; computes a softmax before, and discards it
+}
 
 
 def operator_kind(name: str) -> str | None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from sigattn.integrations.transformers.check import active_recorders
 from sigattn.integrations.transformers.learned_bias import ATTRIBUTE
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import (
@@ -151,8 +150,6 @@ def attention(
     Raises:
         ValueError: for any other keyword that is neither None nor False, naming module and keyword.
     """
-    for recorder in active_recorders:
-        recorder.calls += 1
     num_queries, num_keys = query.shape[2], key.shape[2]
     _check_kwargs(module, kwargs, attention_mask, num_keys)
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
