@@ -65,11 +65,11 @@ def flash_attn_func(
     torch.Size([2, 128, 4, 64])
     """
     refuse(_NAME, return_attn_probs)
-    given = Options(
+    call_options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
         sigmoid_precision, backend,
     )  # fmt: skip
-    return attend(q, k, v, given, attn_mask)
+    return attend(q, k, v, call_options, attn_mask)
 
 
 def flash_attn_qkvpacked_func(
@@ -119,16 +119,16 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chunk: int = 0) -> Tensor:
+def attend(q: Any, k: Any, v: Any, call_options: Options, attn_mask: Any, attention_chunk: int = 0) -> Tensor:
     """Return the attention of a batch, for the functions of several versions of flash-attn.
 
     Args:
-        q, k, v, attn_mask: as in ``flash_attn_func``. given: the options of the call.
+        q, k, v, attn_mask: as in ``flash_attn_func``. call_options: the options of the call.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
     """
     validation.operands(_NAME, validation.ROWS_FIRST, q=q, k=k, v=v)
     (batch, n, heads, _), m = q.shape, k.shape[1]
-    options = given.checked(_NAME, q, batch, DENSE.backends)
+    options = call_options.checked(_NAME, q, batch, DENSE.backends)
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     blocks = None
     if block_mask.is_block_mask(attn_mask):
@@ -139,4 +139,4 @@ def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chu
         attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
     options |= block_mask.fields(blocks)
     problem = make_problem(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
-    return DENSE(problem, given.backend).transpose(1, 2).contiguous()
+    return DENSE(problem, call_options.backend).transpose(1, 2).contiguous()

@@ -98,11 +98,11 @@ def flash_attn_with_kvcache(
     torch.Size([2, 1, 4, 64])
     """
     refuse(return_softmax_lse)
-    given = Options(
+    call_options = Options(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, sigmoid_precision, backend
     )
     return attend(
-        q, k_cache, v_cache, k, v, given, Rotary(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
+        q, k_cache, v_cache, k, v, call_options, Rotary(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
         cache_batch_idx, cache_leftpad, block_table, num_splits, attn_mask,
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def attend(
     v_cache: Any,
     k: Any,
     v: Any,
-    given: Options,
+    call_options: Options,
     rotary: Rotary,
     cache_seqlens: Any,
     cache_batch_idx: Any,
@@ -157,12 +157,12 @@ def attend(
     """Return the attention of new queries against a cache, for the functions of several versions of flash-attn.
 
     Args:
-        given: the options of the call. rotary: its rotary tables. packed: None if queries and keys are padded.
+        call_options: the options of the call. rotary: its rotary tables. packed: None if queries and keys are padded.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · N · capacity entries
             unless N is 1.
         The rest is as in ``flash_attn_with_kvcache``.
     """
-    _check_bias(given.sigmoid_bias)
+    _check_bias(call_options.sigmoid_bias)
     of_q, of_k = (None, None) if packed is None else packed.tokens(q, k_cache, v_cache, k, v)
     if packed is not None and of_q is not None:
         q = of_q.padded(q, packed.longest(of_q.counts))
@@ -171,13 +171,15 @@ def attend(
     new_k, new_v = (k, v) if of_k is None else (None, None)
     table = flash_validation.cache(_NAME, q, k_cache, v_cache, new_k, new_v, cache_batch_idx, block_table)
     batch, n, heads, _ = q.shape
-    options = given.checked(_NAME, q, batch, KV_CACHE.backends, queries=n)
+    options = call_options.checked(_NAME, q, batch, KV_CACHE.backends, queries=n)
     options["num_splits"] = validation.count(_NAME, "num_splits", num_splits)
     if attn_mask is not None:
         if attention_chunk:
             raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
         validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)", query_name="q")
-    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, given.sigmoid_bias, given.alibi_slopes, attn_mask)
+    validation.refuse_gradients(
+        _NAME, q, k_cache, v_cache, k, v, call_options.sigmoid_bias, call_options.alibi_slopes, attn_mask
+    )
     for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary.seqlens)):
         if t is not None:
             validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
@@ -192,7 +194,7 @@ def attend(
         stops = lengths + (k.shape[1] if of_k is None else of_k.counts)
     check_cache_bounds(_NAME, stops, cache_leftpad, table, k_cache.shape[0], capacity, "cache_leftpad")
     if rotary.cos is not None or rotary.sin is not None:
-        same = not given.causal and options["window"] in (None, (-1, -1)) and not attention_chunk
+        same = not call_options.causal and options["window"] in (None, (-1, -1)) and not attention_chunk
         q, k = rotary.rotate(q, k, lengths, of_q, of_k, same=same)
     if k is not None:
         _append(k_cache, v_cache, k, v, lengths, table, of_k)
@@ -203,7 +205,9 @@ def attend(
         last = stops if ends is None else ends
         attn_mask = chunks.cached(stops, cache_leftpad, last, n, capacity, attention_chunk)
     options |= {"seqlens": stops, "left_padding": cache_leftpad, "block_table": table, "query_ends": ends}
-    out = KV_CACHE(make_problem(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), given.backend)
+    out = KV_CACHE(
+        make_problem(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), call_options.backend
+    )
     return out if of_q is None else of_q.packed(out)
 
 

@@ -61,8 +61,8 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
             decrease or are too large.
     """
     if not isinstance(t, Tensor) or t.dim() != 3:
-        given = scalars.describe(t)
-        raise ValueError(f"{caller}: with {which}, {name} must be (total, heads, head_dim); got {given}")
+        description = scalars.describe(t)
+        raise ValueError(f"{caller}: with {which}, {name} must be (total, heads, head_dim); got {description}")
     validation.sequence_offsets(caller, t, **{which: cu_seqlens})
     starts = cu_seqlens.long()
     if starts.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -37,11 +37,11 @@ def unpad_input(
     (torch.Size([5, 8]), [0, 2, 5], 3)
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() < 2:
-        _wrong(TypeError, "unpad_input", "hidden_states must be a tensor (B, L, …)", hidden_states)
+        _raise_error(TypeError, "unpad_input", "hidden_states must be a tensor (B, L, …)", hidden_states)
     valid = _mask("attention_mask", attention_mask, hidden_states)
-    kept = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
-    lengths = kept.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
+    stored = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
+    lengths = stored.sum(-1, dtype=torch.int32)
+    indices = stored.flatten().nonzero().flatten()
     longest: Any = lengths.max().item() if lengths.shape[0] else 0
     packed = hidden_states.flatten(0, 1).index_select(0, indices)
     return packed, indices, cumulative(lengths), longest, valid.sum(-1, dtype=torch.int32)
@@ -65,7 +65,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     batch, seqlen = scalars.integer("pad_input", "batch", batch), scalars.integer("pad_input", "seqlen", seqlen)
     _check_indices("pad_input", hidden_states, indices)
     if indices.shape[0] != hidden_states.shape[0]:
-        _wrong(ValueError, "pad_input", f"indices must be (total,) = ({hidden_states.shape[0]},)", indices)
+        _raise_error(ValueError, "pad_input", f"indices must be (total,) = ({hidden_states.shape[0]},)", indices)
     _check_range("pad_input", indices, batch * seqlen, "batch * seqlen positions")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
@@ -90,17 +90,17 @@ def cumulative(lengths: Tensor) -> Tensor:  # (B,) → (B + 1,)
 
 def _mask(name: str, mask: Any, hidden_states: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        _wrong(TypeError, "unpad_input", f"{name} must be bool or integers (0 = padding)", mask)
+        _raise_error(TypeError, "unpad_input", f"{name} must be bool or integers (0 = padding)", mask)
     if mask.shape != hidden_states.shape[:2]:
-        _wrong(ValueError, "unpad_input", f"{name} must be (B, L) = {tuple(hidden_states.shape[:2])}", mask)
+        _raise_error(ValueError, "unpad_input", f"{name} must be (B, L) = {tuple(hidden_states.shape[:2])}", mask)
     return mask != 0
 
 
 def _check_indices(caller: str, rows: Any, indices: Any) -> None:
     if not isinstance(rows, Tensor) or rows.dim() < 1:
-        _wrong(TypeError, caller, "the first argument must be a tensor of rows", rows)
+        _raise_error(TypeError, caller, "the first argument must be a tensor of rows", rows)
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-        _wrong(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
+        _raise_error(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
 
 
 def _check_range(caller: str, indices: Tensor, stop: int, kind: str) -> None:
@@ -112,5 +112,5 @@ def _check_range(caller: str, indices: Tensor, stop: int, kind: str) -> None:
         raise ValueError(f"{caller}: indices must lie in 0 … {stop - 1}, for {stop} {kind}, got {first} … {last}")
 
 
-def _wrong(error: type[Exception], caller: str, what: str, given: Any) -> NoReturn:
-    raise error(f"{caller}: {what}; got {scalars.describe(given)}")
+def _raise_error(error: type[Exception], caller: str, what: str, argument: Any) -> NoReturn:
+    raise error(f"{caller}: {what}; got {scalars.describe(argument)}")

@@ -73,10 +73,10 @@ def flash_attn_func(
     name = "flash_attn_func"
     _check(name, softmax_scale, causal, num_splits, pack_gqa, sm_margin, qv, q_descale, k_descale, v_descale)
     refuse(name, return_attn_probs)
-    given = Options(
+    call_options = Options(
         0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
     )
-    return dense.attend(q, k, v, given, attn_mask, validation.count(name, "attention_chunk", attention_chunk))
+    return dense.attend(q, k, v, call_options, attn_mask, validation.count(name, "attention_chunk", attention_chunk))
 
 
 def flash_attn_qkvpacked_func(
@@ -167,13 +167,13 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     _check(name, softmax_scale, causal, num_splits, pack_gqa, sm_margin, qv, q_descale, k_descale, v_descale)
     refuse(name, return_attn_probs)
-    given = Options(
+    call_options = Options(
         0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
     )
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     chunk = validation.count(name, "attention_chunk", attention_chunk)
     return varlen.attend(
-        q, k, v, cu_seqlens, longest, given, attn_mask, seqused=(seqused_q, seqused_k), attention_chunk=chunk
+        q, k, v, cu_seqlens, longest, call_options, attn_mask, seqused=(seqused_q, seqused_k), attention_chunk=chunk
     )
 
 
@@ -248,11 +248,11 @@ def flash_attn_with_kvcache(
             return_softmax_lse, sigmoid_bias, sigmoid_precision, backend, attn_mask,
         )  # fmt: skip
     kvcache.refuse(return_softmax_lse)
-    given = Options(
+    call_options = Options(
         0.0, softmax_scale, causal, window_size, softcap, None, False, sigmoid_bias, sigmoid_precision, backend
     )
     return kvcache.attend(
-        q, k_cache, v_cache, k, v, given, Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        q, k_cache, v_cache, k, v, call_options, Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, num_splits, attn_mask,
         packed=kvcache.Packing(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new), attention_chunk=chunk,
     )  # fmt: skip

@@ -75,12 +75,12 @@ def flash_attn_varlen_func(
     torch.Size([10, 4, 64])
     """
     refuse(_NAME, return_attn_probs)
-    given = Options(
+    call_options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
         sigmoid_precision, backend,
     )  # fmt: skip
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, cu_seqlens, longest, given, attn_mask, block_table=block_table)
+    return attend(q, k, v, cu_seqlens, longest, call_options, attn_mask, block_table=block_table)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -143,7 +143,7 @@ def attend(
     v: Any,
     cu_seqlens: tuple[Any, Any],
     longest: tuple[Any, Any],
-    given: Options,
+    call_options: Options,
     attn_mask: Any,
     *,
     block_table: Any = None,
@@ -153,7 +153,7 @@ def attend(
     """Return the attention of packed sequences, for the functions of several versions of flash-attn.
 
     Args:
-        q, k, v, attn_mask, block_table: as in ``flash_attn_varlen_func``. given: the options of the call.
+        q, k, v, attn_mask, block_table: as in ``flash_attn_varlen_func``. call_options: the options of the call.
         cu_seqlens, longest: cu_seqlens_q and cu_seqlens_k, max_seqlen_q and max_seqlen_k.
         seqused: (B,) integers for queries and for keys, number of rows of each sequence that are used, from its first;
             None for all. The output of other rows is 0.
@@ -167,7 +167,7 @@ def attend(
     validation.sequence_offsets(_NAME, q, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
     max_q, max_k = (validation.count(_NAME, f"max_seqlen_{x}", n) for x, n in zip("qk", longest, strict=True))
     batch = starts_q.shape[0] - 1
-    options = given.checked(_NAME, q, batch, VARLEN.backends)
+    options = call_options.checked(_NAME, q, batch, VARLEN.backends)
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
     q, k, v = cast_operands(q, k, v)
@@ -184,7 +184,7 @@ def attend(
     if attention_chunk:
         attn_mask = chunks.combined(chunks.packed(starts_q, starts_k, (max_q, max_k), attention_chunk), attn_mask)
     options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    out = VARLEN(make_problem(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), given.backend)
+    out = VARLEN(make_problem(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), call_options.backend)
     return out if order is None else packing.restore(out, order)
 
 

@@ -201,7 +201,7 @@ class LanguageModel(Transformer):
         config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=tuple(stop_tokens))
         max_new_tokens = validation.count("generate", "max_new_tokens", max_new_tokens)
         if isinstance(prompts, Tensor) and prompts.dim() != 2:
-            validation.wrong(
+            validation.raise_error(
                 "generate", ValueError, "prompts must be (batch, length), or a list of (length,)", prompts=prompts
             )
         rows = list(prompts)

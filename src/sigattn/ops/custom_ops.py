@@ -268,8 +268,8 @@ class Operator(Generic[P]):
         is_needed = ctx.needs_input_grad[2], *ctx.needs_input_grad[4 : 4 + _NUM_GRADIENTS]
         needed = [i for i, needed in enumerate(is_needed) if needed]
 
-        def gradients(*given: Tensor) -> tuple[Tensor, ...]:
-            grad, *differentiable = _replace(inputs, needed, given)
+        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+            grad, *differentiable = _replace(inputs, needed, values)
             problem = self.problem_type(*differentiable, *tensors[_NUM_GRADIENTS:], *numbers)
             return tuple(
                 g for g in self._formula_backward(problem, grad, grad, NeedsGrad(*needs_grad)) if g is not None
@@ -293,9 +293,9 @@ class Operator(Generic[P]):
     def _formula_backward(self, problem: P, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
         needed = [i for i, is_needed in enumerate(needs_grad) if is_needed]
 
-        def output(*given: Tensor) -> Tensor:
+        def output(*values: Tensor) -> Tensor:
             assert self.formula is not None
-            return self.formula(self.problem_type(*_replace(problem, needed, given)))
+            return self.formula(self.problem_type(*_replace(problem, needed, values)))
 
         gradients = torch.func.vjp(output, *(problem[i] for i in needed))[1](grad_out)
         return Gradients(*_replace([None] * _NUM_GRADIENTS, needed, gradients))

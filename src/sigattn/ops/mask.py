@@ -60,9 +60,9 @@ def refuse_subclass(caller: str, name: str, t: Any) -> None:
     """
     if type(t) is Tensor or not isinstance(t, Tensor):  # torch.compile of PyTorch 2.11 cannot trace the rest
         return
-    own: Any = type(t).__torch_function__
+    method: Any = type(t).__torch_function__
     plain = (torch._C._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
-    if getattr(own, "__func__", own) not in plain:
+    if getattr(method, "__func__", method) not in plain:
         raise TypeError(
             f"{caller}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass that is not "
             "supported; pass a plain tensor"

@@ -40,9 +40,9 @@ def has_ragged_batch(query: Any) -> bool:
 
 def check(query: Any, key: Any, value: Any) -> None:
     """Raise unless query, key and value are jagged, with the same batch, and key and value with the same lengths."""
-    given = {"query": query, "key": key, "value": value}
+    operands = {"query": query, "key": key, "value": value}
     t: Any
-    for name, t in given.items():
+    for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(t).__name__}")
         if not t.is_nested:
@@ -57,23 +57,27 @@ def check(query: Any, key: Any, value: Any) -> None:
                 f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
             )
     if not (query._ragged_idx == key._ragged_idx == value._ragged_idx):
-        validation.wrong(_NAME, ValueError, "query, key and value must be ragged in the same dimension", **given)
+        validation.raise_error(
+            _NAME, ValueError, "query, key and value must be ragged in the same dimension", **operands
+        )
     if has_ragged_batch(query):
         if not (query.shape[1] == key.shape[1] == value.shape[1]):
-            validation.wrong(
-                _NAME, ValueError, "query, key and value must be made with the same offsets tensor", **given
+            validation.raise_error(
+                _NAME, ValueError, "query, key and value must be made with the same offsets tensor", **operands
             )
         return
     if query._ragged_idx != 2 or not (query.dim() == key.dim() == value.dim() == 4):
         message = (
             "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
         )
-        validation.wrong(_NAME, ValueError, f"{message} dimensions 1 and 2", **given)
+        validation.raise_error(_NAME, ValueError, f"{message} dimensions 1 and 2", **operands)
     if not (query.shape[0] == key.shape[0] == value.shape[0]):
-        validation.wrong(_NAME, ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
+        validation.raise_error(
+            _NAME, ValueError, "query, key and value must have the same batch size (dimension 0)", **operands
+        )
     if key.shape[2] != value.shape[2]:
         message = "key and value must have the same lengths: make them with the same offsets tensor"
-        validation.wrong(_NAME, ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", **given)
+        validation.raise_error(_NAME, ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", **operands)
 
 
 def refuse(attn_mask: Any, key_lengths: Any, query_offset: int) -> None:

@@ -42,7 +42,7 @@ def describe(**arguments: Any) -> str:
     )
 
 
-def wrong(caller: str, error: type[Exception], message: str, **arguments: Any) -> NoReturn:
+def raise_error(caller: str, error: type[Exception], message: str, **arguments: Any) -> NoReturn:
     """Raise an error whose message restates these arguments."""
     raise error(f"{caller}: {message}; got {describe(**arguments)}")
 
@@ -64,23 +64,27 @@ def flag(caller: str, name: str, value: Any) -> None:
 # -- operands ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(caller: str, **given: Any) -> None:
+def tensors(caller: str, **arguments: Any) -> None:
     """Raise unless these are dense floating-point tensors of one dtype on one device."""
-    for name, t in given.items():
+    for name, t in arguments.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{caller}: {name} must be a tensor, got {type(t).__name__}")
         if t.is_nested or t.layout is not torch.strided:
-            wrong(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
-    first, *others = given.values()
+            raise_error(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
+    first, *others = arguments.values()
     if first.dtype not in _DTYPES:
-        message = f"{_listed(given)} must be floating point: float16, bfloat16, float32 or float64"
-        wrong(caller, TypeError, message, **given)
+        message = f"{_listed(arguments)} must be floating point: float16, bfloat16, float32 or float64"
+        raise_error(caller, TypeError, message, **arguments)
     dtype, device = first.dtype, first.device
     for t in others:
         if t.dtype != dtype:
-            wrong(caller, TypeError, f"{_listed(given)} must have one dtype: convert with .to(dtype)", **given)
+            raise_error(
+                caller, TypeError, f"{_listed(arguments)} must have one dtype: convert with .to(dtype)", **arguments
+            )
         if t.device != device:
-            wrong(caller, ValueError, f"{_listed(given)} must be on one device: move with .to(device)", **given)
+            raise_error(
+                caller, ValueError, f"{_listed(arguments)} must be on one device: move with .to(device)", **arguments
+            )
 
 
 def is_batch(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
@@ -97,14 +101,14 @@ def is_batch(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     return bool(heads and query.shape[0] == key.shape[0] == value.shape[0])
 
 
-def head_dims(caller: str, **given: Tensor) -> None:
+def head_dims(caller: str, **arguments: Tensor) -> None:
     """Raise unless the first two operands, query and key, have the same head_dim."""
-    (q, query), (k, key), *_ = given.items()
+    (q, query), (k, key), *_ = arguments.items()
     if query.shape[-1] != key.shape[-1]:
-        wrong(caller, ValueError, f"{q} and {k} must have the same head_dim (the last dimension)", **given)
+        raise_error(caller, ValueError, f"{q} and {k} must have the same head_dim (the last dimension)", **arguments)
 
 
-def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **given: Any) -> None:
+def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **arguments: Any) -> None:
     """Raise unless query, key and value have the dimensions of a layout and fit together.
 
     Args:
@@ -112,40 +116,42 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **gi
         layout: names of the dimensions, "batch", "length", "heads" and "head_dim" among them. All operands have the
             same "batch", if that is named; key and value have the same size of all dimensions but the last.
         enable_gqa: allow fewer heads of key and value than of the query.
-        given: query, key and value under their names in the call.
+        arguments: query, key and value under their names in the call.
     """
-    tensors(caller, **given)
+    tensors(caller, **arguments)
     if type(enable_gqa) is not bool:
         flag(caller, "enable_gqa", enable_gqa)
-    (q, query), (k, key), (v, value) = given.items()
+    (q, query), (k, key), (v, value) = arguments.items()
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not (len(of_query) == len(of_key) == len(of_value) == len(layout)):
-        message = f"{_listed(given)} must have {len(layout)} dimensions, ({', '.join(layout)})"
-        wrong(caller, ValueError, message, **given)
+        message = f"{_listed(arguments)} must have {len(layout)} dimensions, ({', '.join(layout)})"
+        raise_error(caller, ValueError, message, **arguments)
     if layout[0] == "batch" and not (of_query[0] == of_key[0] == of_value[0]):
-        wrong(caller, ValueError, f"{_listed(given)} must have the same batch size (dimension 0)", **given)
+        raise_error(
+            caller, ValueError, f"{_listed(arguments)} must have the same batch size (dimension 0)", **arguments
+        )
     if of_query[-1] != of_key[-1]:
-        head_dims(caller, **given)
+        head_dims(caller, **arguments)
     if of_key[:-1] != of_value[:-1]:
         dimension = next(i for i, (a, b) in enumerate(zip(of_key, of_value, strict=True)) if a != b)
         name = _PLURALS.get(layout[dimension], layout[dimension])
-        wrong(caller, ValueError, f"{k} and {v} must have the same {name} (dimension {dimension})", **given)
+        raise_error(caller, ValueError, f"{k} and {v} must have the same {name} (dimension {dimension})", **arguments)
     dimension = layout.index("heads")
     heads, shared = of_query[dimension], of_key[dimension]
     if heads == shared:
         return
     if not enable_gqa:
         message = f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
-        wrong(caller, ValueError, message, **given)
+        raise_error(caller, ValueError, message, **arguments)
     if not heads or not shared or heads % shared:
         message = f"the {heads} heads of {q} are not a multiple of the {shared} of {k}"
         if layout == ROWS_FIRST and of_query[1] == of_key[1]:
             message += f"; {_HEADS_FIRST_GIVEN}"
-        wrong(caller, ValueError, message, **given)
+        raise_error(caller, ValueError, message, **arguments)
 
 
-def _listed(given: dict[str, Any]) -> str:
-    *first, last = given
+def _listed(arguments: dict[str, Any]) -> str:
+    *first, last = arguments
     return f"{', '.join(first)} and {last}"
 
 
@@ -177,18 +183,18 @@ def cache(
     caches = {kc: key_cache, vc: value_cache}
     operands(caller, layout, enable_gqa=enable_gqa, **{q: query, **caches})
     if (key is None) != (value is None):
-        wrong(caller, ValueError, f"{k} and {v} must both be given, or neither", **{k: key, v: value})
+        raise_error(caller, ValueError, f"{k} and {v} must both be given, or neither", **{k: key, v: value})
     if key is not None:
         operands(caller, ROWS_FIRST, **{q: query, k: key, v: value})
         fits = (*key.shape[2:], value.shape[3]) == (*key_cache.shape[2:], value_cache.shape[3])
         if not fits:
             message = f"{k} and {v} must have the cache's heads and head_dim"
-            wrong(caller, ValueError, message, **{k: key, v: value}, **caches)
+            raise_error(caller, ValueError, message, **{k: key, v: value}, **caches)
     if table is not None:
         integers(caller, t, table, (query.shape[0], None), "(B, pages of each sample)", query.device)
     elif key_cache.shape[0] != query.shape[0]:
         message = f"the cache must have {q}'s batch size; for pages pass {t}"
-        wrong(caller, ValueError, message, **{q: query}, **caches)
+        raise_error(caller, ValueError, message, **{q: query}, **caches)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def mask(
             advice = "; for a mask of each sample's keys, (B, M), pass attn_mask[:, None, None, :]"
             advice += "" if key is None else " or key_lengths"
         message = f"attn_mask does not broadcast to {names} = {shape}{advice}"
-        wrong(caller, ValueError, message, **{query_name: query}, attn_mask=attn_mask)
+        raise_error(caller, ValueError, message, **{query_name: query}, attn_mask=attn_mask)
     same_device(caller, "attn_mask", attn_mask, query, query_name)
 
 
@@ -284,10 +290,10 @@ def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = 
         scalars.real(caller, f"{name}, if not a tensor,", b)
         return
     if b.dtype not in _DTYPES:
-        wrong(caller, TypeError, f"{name} must be floating point, of 16 bits and more", **{name: b})
+        raise_error(caller, TypeError, f"{name} must be floating point, of 16 bits and more", **{name: b})
     if b.is_nested or not broadcasts(b.shape, target):
         message = f"{name} does not broadcast to (B, Hq, {'1' if target[2] == 1 else 'N'}, 1) = {tuple(target)}"
-        wrong(caller, ValueError, f"{message}{advice}", query=query, **{name: b})
+        raise_error(caller, ValueError, f"{message}{advice}", query=query, **{name: b})
     same_device(caller, name, b, query)
 
 
@@ -305,7 +311,9 @@ def slopes(
     # with shapes of as many dimensions only, because comparing symbolic sizes adds a guard
     if not any(len(shape) == s.dim() and tuple(s.shape) == shape for shape in allowed):
         either = " or (B or 1, Hq, 2; one slope before, one after the query)" if two_sided else ""
-        wrong(caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", **{query_name: query}, alibi_slopes=s)
+        raise_error(
+            caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", **{query_name: query}, alibi_slopes=s
+        )
     same_device(caller, "alibi_slopes", s, query, query_name)
 
 
@@ -317,9 +325,11 @@ def integers(
         raise TypeError(f"{caller}: {name} must be a tensor of integers, got {_type_of(t)}")
     if t.dim() != len(shape) or any(a is not None and a != b for a, b in zip(shape, t.shape, strict=True)):
         sizes = "" if None in shape else f" = {tuple(shape)}"
-        wrong(caller, ValueError, f"{name} must be {layout}{sizes}", **{name: t})
+        raise_error(caller, ValueError, f"{name} must be {layout}{sizes}", **{name: t})
     if device is not None and t.device != device:
-        wrong(caller, ValueError, f"{name} must be on {device}, as the query is: move it with .to(device)", **{name: t})
+        raise_error(
+            caller, ValueError, f"{name} must be on {device}, as the query is: move it with .to(device)", **{name: t}
+        )
 
 
 def sequence_offsets(caller: str, query: Tensor, **cu_seqlens: Any) -> None:
@@ -327,10 +337,10 @@ def sequence_offsets(caller: str, query: Tensor, **cu_seqlens: Any) -> None:
     for name, t in cu_seqlens.items():
         integers(caller, name, t, (None,), "(B + 1,): 0, then the end of each sequence", query.device)
         if not t.shape[0]:
-            wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
+            raise_error(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
     first, *others = (t.shape[0] for t in cu_seqlens.values())
     if any(size != first for size in others):  # a set would make a graph of torch.compile for each size
-        wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)
+        raise_error(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)
 
 
 def refuse_gradients(caller: str, *tensors: Any) -> None:
@@ -343,7 +353,7 @@ def same_device(caller: str, name: str, t: Tensor, query: Tensor, query_name: st
     """Raise unless a tensor is on the query's device."""
     if t.device != query.device:
         message = f"{name} must be on the query's device: move it with .to(device)"
-        wrong(caller, ValueError, message, **{query_name: query, name: t})
+        raise_error(caller, ValueError, message, **{query_name: query, name: t})
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int | None]) -> bool:

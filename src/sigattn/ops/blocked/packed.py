@@ -80,21 +80,21 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tupl
     is_uniform = is_uniform and (_can_fold_heads(p.key, keys[0][1]) and _can_fold_heads(p.value, keys[0][1]))
     size = batch if is_uniform else 1
     has_few_rows = n * heads <= FEW_ROWS * key_heads
-    most = max(PIECE // max(size * key_heads * width, 1), 64) if has_few_rows else p.capacity
+    piece = max(PIECE // max(size * key_heads * width, 1), 64) if has_few_rows else p.capacity
     for b in range(0, batch, size):
         samples, (first, length, end) = slice(b, b + size), keys[b]
         if p.left != UNLIMITED:  # keys that no query sees are neither converted nor copied
             first = max(first, min(end - n - p.left, length))
         stop = length if p.right == UNLIMITED else max(first, min(length, end + p.right))
         result = out[samples].transpose(1, 2)  # (nb, Hq, N, Dv)
-        if stop - first <= most:
+        if stop - first <= piece:
             attend(p.samples(samples, first, stop, length, end), result, nothing)
             continue
         total = torch.zeros_like(result, dtype=torch.promote_types(out.dtype, torch.float32))
-        for start in range(first, stop, most):
-            part = torch.empty_like(total)
-            attend(p.samples(samples, start, min(start + most, stop), length, end), part, nothing)
-            total += part
+        for start in range(first, stop, piece):
+            partial = torch.empty_like(total)
+            attend(p.samples(samples, start, min(start + piece, stop), length, end), partial, nothing)
+            total += partial
         result.copy_(total)
     return out, nothing
 

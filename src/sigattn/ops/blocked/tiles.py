@@ -100,21 +100,21 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
     (batch, query_heads, n, width), (_, heads, m, _) = p.query.shape, p.key.shape
     if p.mask_table is None:
         n, m = padded(n, dtype), padded(m, dtype)
-    repeat, most = query_heads // heads, TILE_BYTES // dtype.itemsize
+    repeat, limit = query_heads // heads, TILE_BYTES // dtype.itemsize
     has_window = p.left != UNLIMITED or p.right != UNLIMITED
-    fits = repeat * n * m <= most and not (has_window and n * m > WHOLE_UP_TO)
+    fits = repeat * n * m <= limit and not (has_window and n * m > WHOLE_UP_TO)
     is_whole = is_saved or (fits and p.mask_table is None)
     short, long = (n, m) if outer == 0 else (m, n)
     if not is_whole:
         long = min(long, LONG_SIDE)
     side = short if is_whole else min(short, WINDOWED_SIDE if has_window else SHORT_SIDE)
-    together = max(1, most // max(repeat * side * long, m * width, 1))  # keys and values stay in the cache, too
+    together = max(1, limit // max(repeat * side * long, m * width, 1))  # keys and values stay in the cache, too
     if together >= heads:
         samples, together = min(together // heads, batch), heads
     else:
         samples, together = 1, _multiple_of_threads(heads, together)
     if not is_whole:
-        size = max(1, most // (samples * together * repeat * long))
+        size = max(1, limit // (samples * together * repeat * long))
         side = _evenly(short, size, 32 if size >= 128 else 1)
         side = min(side, WINDOWED_SIDE) if has_window else side
         if p.blocks is not None:  # must divide the block size of the mask
@@ -124,16 +124,16 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
     return Tiling(dtype, n, m, samples, together, rows, columns, is_whole, is_saved)
 
 
-def _evenly(length: int, most: int, multiple: int) -> int:
+def _evenly(length: int, limit: int, multiple: int) -> int:
     """Return the size of nearly equal pieces of at most ``most``, rounded up to a multiple."""
-    pieces = -(-length // most)
+    pieces = -(-length // limit)
     return -(-length // (pieces * multiple)) * multiple
 
 
-def _multiple_of_threads(heads: int, most: int) -> int:
+def _multiple_of_threads(heads: int, limit: int) -> int:
     """Return how many of the heads to compute at a time, because a batched product computes each on one thread."""
     threads = torch.get_num_threads()
-    return min(heads, most if threads > 2 * most else _evenly(heads, max(most - most % threads, threads), threads))
+    return min(heads, limit if threads > 2 * limit else _evenly(heads, max(limit - limit % threads, threads), threads))
 
 
 class Group:

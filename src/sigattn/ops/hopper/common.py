@@ -118,10 +118,10 @@ def weights(logits, scales, i, j, edge, OPT: gl.constexpr):
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return new barriers that complete a phase after a number of arrivals; a fence must precede their use."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    memory = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
+        mbarrier.init(memory.index(i), count=ARRIVALS)
+    return memory
 
 
 @gluon.jit

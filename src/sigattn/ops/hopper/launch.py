@@ -117,11 +117,12 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:
 def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
     """Return arguments that all backward kernels have."""
     p, d = prepared.problem, prepared.shape.d
-    own = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
+    loaded_once = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
     block = tuning.HOPPER_CONFIGS[kernel][d].block
     described = {
-        name: descriptor(t, 64 if name in own else block, swizzle(kernel, name, d)) for name, t in tensors.items()
+        name: descriptor(t, 64 if name in loaded_once else block, swizzle(kernel, name, d))
+        for name, t in tensors.items()
     }
     return {**described, **_shared(prepared, kernel, p.scale_value)}
 

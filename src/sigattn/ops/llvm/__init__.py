@@ -49,8 +49,8 @@ def unavailable(problem: Problem) -> str | None:
         return NO_GRADIENT_OF_MASK
     if p.mask_table is None and not p.softcap:
         return None
-    given = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
-    return f"it does not support {' and '.join(name for name, value in given.items() if value is not None)}"
+    unsupported = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
+    return f"it does not support {' and '.join(name for name, value in unsupported.items() if value is not None)}"
 
 
 def machine_unavailable() -> str | None:

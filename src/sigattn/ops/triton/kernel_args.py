@@ -61,14 +61,14 @@ class Launch:
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""
         o, itemsize = self.options, self.problem.query.element_size()
-        own, mask = architecture(self.problem.query.device), self.problem.attn_mask
-        config = tuning.kernel_config(kernel, own, max(o.D, o.DV), itemsize)
+        current, mask = architecture(self.problem.query.device), self.problem.attn_mask
+        config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize)
         if o.MASK != "none" or o.SLOPES or o.BLOCK_Q or o.SOFTCAP or o.DROPOUT:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
-        if mask is None or not own:
+        if mask is None or not current:
             return config
-        return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), own)
+        return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), current)
 
 
 def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
@@ -215,9 +215,9 @@ def precision(t: Tensor) -> str:
 
 def tf32_is_allowed() -> bool:
     """Return True if any of PyTorch's settings allows TF32 for its own float32 products on a GPU."""
-    own = torch.backends.cuda.matmul.fp32_precision
+    current = torch.backends.cuda.matmul.fp32_precision
     everywhere: str = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    return (everywhere if own == "none" else own) == "tf32"
+    return (everywhere if current == "none" else current) == "tf32"
 
 
 def _bias(p: Problem | VarlenProblem, shape: Shape) -> tuple[Bias, tuple[int, int], str]:

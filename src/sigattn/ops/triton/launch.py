@@ -33,16 +33,16 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
     unit = kernel_args.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
     def run(config: Config) -> launch_cache.Launched:
-        own = options._replace(
+        tiled_options = options._replace(
             SIGMOID=kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             UNIT=unit,
         )
-        described = tma.describe(arguments, own) if config.tma else None
-        given = {**arguments, **(described or {}), "OPT": own._replace(TMA=described is not None)}
+        described = tma.describe(arguments, tiled_options) if config.tma else None
+        all_arguments = {**arguments, **(described or {}), "OPT": tiled_options._replace(TMA=described is not None)}
         settings = {"num_warps": config.warps, "num_stages": config.stages}
-        return launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, given)
+        return launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
 
     config = launch.config(name, mask_gradient=options.NEED_MASK != "none")
     if programs(config):

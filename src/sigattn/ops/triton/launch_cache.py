@@ -107,10 +107,10 @@ class CachedCall(NamedTuple):
         return new
 
 
-def cache_key(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
+def cache_key(problem: Problem | VarlenProblem, *others: Tensor) -> Hashable:
     """Return what determines the launches of a plain problem, or None if it is not plain.
 
-    more: tensors besides Q, K and V.
+    others: tensors besides Q, K and V.
     """
     p = problem
     if isinstance(p, VarlenProblem) or (p.bias is not None and p.bias.dim()):
@@ -119,7 +119,7 @@ def cache_key(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
         return None
     q = p.query
     # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
-    tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
+    tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *others))
     numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
     tables = (tuning.kernel_config, tuple(tuning.ATOMIC_DQ_MIN_QUERIES.items()), tuning.WARP_SPECIALIZED)
     hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)

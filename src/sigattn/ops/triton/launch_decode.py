@@ -24,32 +24,32 @@ def forward(problem: KVCacheProblem) -> Tensor:
     out = p.query.new_empty(batch, n, heads, dv)
     if not out.numel():
         return out
-    given = arguments(p)
+    call_arguments = arguments(p)
     config = tuning.decode_config(max(d, dv), p.query.element_size(), n * (heads // kv_heads))
-    options, device = given["OPT"], p.query.device
+    options, device = call_arguments["OPT"], p.query.device
     if architecture := kernel_args.architecture(device):
         operands = kernel_args.operand_sizes(options, p.query.element_size(), p.attn_mask)
         config = fitting.fit(tuning.DECODE, config, operands, architecture)
     kind = (device, options, p.query.dtype, None if p.attn_mask is None else p.attn_mask.dtype)
-    return fitting.launch_fitting(decode_kernel.__name__, kind, config, lambda c: _run(p, given, out, c))
+    return fitting.launch_fitting(decode_kernel.__name__, kind, config, lambda c: _run(p, call_arguments, out, c))
 
 
-def _run(p: KVCacheProblem, given: dict[str, Any], out: Tensor, config: tuning.Config) -> Tensor:
+def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config: tuning.Config) -> Tensor:
     """Launch the kernel and return the output, which is ``out`` unless the keys were split."""
     batch, n, heads, _ = p.query.shape
     kv_heads = p.value.shape[2]
     programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
     splits = min(p.num_splits or _splits(p, programs), _MAX_GRID_Y, max(1, -(-_keys(p) // config.block_n)))
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
-    own = {
+    launch_arguments = {
         "out": parts,
         "o_strides": _strides(parts[0]),
         "o_split": parts.stride(0),
         "splits": splits,
-        "OPT": given["OPT"]._replace(BLOCK_M=config.block_m, BLOCK_N=config.block_n),
+        "OPT": call_arguments["OPT"]._replace(BLOCK_M=config.block_m, BLOCK_N=config.block_n),
     }
     settings = {"num_warps": config.warps, "num_stages": config.stages}
-    launch_cache.launch(decode_kernel, (programs, splits), p.query.device, settings, given | own)
+    launch_cache.launch(decode_kernel, (programs, splits), p.query.device, settings, call_arguments | launch_arguments)
     return parts.sum(0).to(out.dtype) if splits > 1 else out
 
 

@@ -216,8 +216,8 @@ def gradient_shift(shift, OPT: tl.constexpr):
     """
     lower, unit = 1.0, 1.0
     if OPT.SHIFT != "none":
-        own = tl.minimum(shift, 7.0)
-        lower, unit = tl.exp2(own - shift), tl.exp2(-own)
+        exponent = tl.minimum(shift, 7.0)
+        lower, unit = tl.exp2(exponent - shift), tl.exp2(-exponent)
     return lower, unit
 
 

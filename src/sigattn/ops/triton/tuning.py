@@ -137,7 +137,12 @@ _AMD = _table("""
 # Gluon kernel does it where it is in WARP_SPECIALIZED and supports the problem.
 ATOMIC_DQ_MIN_QUERIES: Mapping[int, int] = MappingProxyType({})
 
-DIRECT_LAUNCH_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
+DIRECT_LAUNCH_VERSIONS = (
+    (3, 6),
+    (3, 7),
+    (3, 8),
+    (3, 9),
+)  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
 
 
 def supports_direct_launch(version: str) -> bool:
@@ -228,10 +233,10 @@ _CANDIDATES: dict[tuple[str, int], str] = {
 def candidates(kernel: str, head_dim: int) -> list[Config]:
     """Return the tile shapes that are worth measuring on a Hopper GPU, the most promising ones first."""
     size = max(64, padded_head_dim(head_dim))
-    found = [_parse(shape, "paired") for shape in _CANDIDATES[kernel, size].split()]
+    configs = [_parse(shape, "paired") for shape in _CANDIDATES[kernel, size].split()]
     if kernel == DKDV and size == 256:
-        found = [config._replace(split_dkdv=True) for config in found]
-    return found + [config._replace(sigmoid="accurate") for config in found[:1]]
+        configs = [config._replace(split_dkdv=True) for config in configs]
+    return configs + [config._replace(sigmoid="accurate") for config in configs[:1]]
 
 
 def hopper_candidates(kernel: str, head_dim: int) -> list[HopperConfig]:
@@ -240,22 +245,22 @@ def hopper_candidates(kernel: str, head_dim: int) -> list[HopperConfig]:
     if default is None:
         return []
     blocks = (64,) if kernel == FUSED else (64, 128)
-    found = [
+    configs = [
         HopperConfig(block, stages, prefetch)
         for prefetch in ((True, False) if kernel == FWD else (True,))
         for block in blocks
         for stages in (2, 3)
     ]
-    found += [default._replace(persistent=False), default._replace(sigmoid="accurate")]
-    return [config for config in found if _fits(kernel, head_dim, config)]
+    configs += [default._replace(persistent=False), default._replace(sigmoid="accurate")]
+    return [config for config in configs if _fits(kernel, head_dim, config)]
 
 
 def _fits(kernel: str, head_dim: int, config: HopperConfig) -> bool:
     """Return True if registers and shared memory suffice, according to the compiler."""
-    own = 4 * 64  # rows of two tensors for two groups
+    resident = 4 * 64  # rows of two tensors for two groups
     walked = 2 * config.stages * config.block
     gradients = 2 * 128 * config.block if kernel == FUSED else 0
-    if 2 * ((own + walked) * head_dim + gradients) > 226 * 1024:
+    if 2 * ((resident + walked) * head_dim + gradients) > 226 * 1024:
         return False
     if kernel == FWD:
         return config.block == 64 or not (config.prefetch and head_dim > 64)
