@@ -82,6 +82,13 @@ def test_attention_over_channels_is_refused_and_the_advice_works(kind, inside):
     assert converted(larger).isfinite().all()
 
 
+def test_as_many_positions_as_channels_cannot_be_told_apart_and_other_sizes_raise():
+    model = Channels()
+    convert(model, [x[:, :8] for x in SEQUENCES], refine_steps=2)
+    with pytest.raises(ValueError, match=r"must be .* as the parameters, got \(2, 2, 8, 9\)"):
+        model(SEQUENCES[0])
+
+
 CAUSAL = torch.ones(9, 9, dtype=torch.bool).tril()
 ORDINARY = {  # layer, batches, arguments of another size
     "linear": (Positions, SEQUENCES, (torch.randn(2, 12, 16),)),

@@ -46,10 +46,10 @@ def test_xcit_is_converted_for_every_size_of_image():
     def make():
         return timm.create_model("xcit_nano_12_p16_224", depth=1, embed_dim=32, num_heads=2, num_classes=5).eval()
 
-    model, images = make(), torch.randn(3, 2, 3, 64, 64)
+    model, images = make(), torch.randn(3, 2, 3, 96, 96)
     with pytest.raises(ConversionError, match=r"'blocks\.0\.attn' \(XCA.*pass bias=VisibleKeysLinearBias"):
         convert(model, list(images))
     convert(model, list(images), bias=VisibleKeysLinearBias)
-    new, larger = make(), torch.randn(2, 3, 96, 96)
+    new, larger = make(), torch.randn(2, 3, 128, 128)
     restore(new, model.state_dict())
     torch.testing.assert_close(new(larger), model(larger))

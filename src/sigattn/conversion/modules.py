@@ -189,7 +189,8 @@ def is_over_channels(model: nn.Module, call: AttentionCall) -> bool:
 
     A bias with a coefficient for each feature would tie such a model to the number of positions of the batches.
     Ordinary attention has as many features, of all heads, as one of the layer's weights; here it is as many queries. A
-    layer without weights is judged by the layer around it.
+    layer without weights is judged by the layer around it. Where both numbers are sizes of the weights, the answer is
+    False, and the bias raises for inputs of another size.
     """
     name, (_, heads, queries, features) = call.name, call.problem.query.shape
     while not (matrices := [p for p in model.get_submodule(name).parameters() if sum(s > 1 for s in p.shape) > 1]):
