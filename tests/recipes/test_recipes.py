@@ -253,6 +253,12 @@ def test_weight_decay_of_language_recipes_is_independent_of_the_learning_rate():
     assert not any(find_recipe(f"{name}-tiny").training.independent_decay for name in RECIPES)
 
 
+def test_vision_has_the_papers_epochs_and_linearly_scaled_rate():
+    training = find_recipe("vit-supervised").training
+    assert training.max_steps == 300 * 312  # whole batches of 4096 in 1,281,167 images
+    assert training.learning_rate == pytest.approx(1.6e-3)  # 1e-4 for 256
+
+
 def test_spec_augment_start():
     """The conformer starts it late; the tiny forms, whose recordings are short, leave it out."""
     starts = {name: find_recipe(name).data.spec_augment_from for name in ("asr-ls960", "asr-conformer-ls960")}

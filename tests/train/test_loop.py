@@ -1,5 +1,6 @@
 """Training: the loss decreases, a resumed run equals an uninterrupted one, and errors are clear."""
 
+import functools
 import json
 import math
 import signal
@@ -26,7 +27,7 @@ from sigattn.tasks.distillation import Distillation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
 from sigattn.train import checkpoint, loop, metrics
-from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
+from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
@@ -186,8 +187,6 @@ def test_schedules():
     ]
     constant = replace(cosine, schedule="constant", warmup_steps=0)
     assert {learning_rate_factor(constant, s) for s in range(100)} == {1.0}
-    assert scale_learning_rate(1e-4, 4096) == pytest.approx(1.6e-3)
-    assert epochs_to_steps(300, 4096) == 300 * 312
 
 
 def test_weight_decay_and_mup_simple_apply_to_matrices_only():
@@ -367,8 +366,10 @@ def test_half_precision(tmp_path, text):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("unchecked")
-def test_compiled(tmp_path, text):
-    model = replace(MODEL, num_layers=1)  # each kernel takes two seconds to compile
+def test_compiled(tmp_path, text, monkeypatch):
+    # without inductor, whose kernels take two seconds each
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    model = replace(MODEL, num_layers=1)
     train(model, replace(TRAIN, max_steps=3), text, tmp_path / "plain")
     train(model, replace(TRAIN, max_steps=3, compile=True), text, tmp_path / "compiled")
     plain, compiled = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "compiled"))

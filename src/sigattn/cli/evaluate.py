@@ -35,8 +35,8 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
     """
     recipe, path, tokenizer = read_run(folder)
     for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():
-        found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
-        for key, value in found.items():
+        metrics = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
+        for key, value in metrics.items():
             print(f"{part} {key} {value:.6g}".strip())
         if summary := source.unreadable_summary():
             print(f"{part} {summary}".strip())
@@ -167,7 +167,7 @@ def lm_eval(
     harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
     model, tokenizer, end = load_language_model(folder)
     try:
-        found = harness.evaluate(
+        results = harness.evaluate(
             harness.SigattnLM(model, tokenizer, batch_size, end), tasks, include=include, limit=limit
         )
     except ConnectionError as error:
@@ -175,10 +175,10 @@ def lm_eval(
     except ValueError as error:
         raise SettingsError(" ".join(str(error).split())) from error
     rows = []
-    for task, metrics in found.items():
+    for task, metrics in results.items():
         for name, value in metrics.items():
             if not name.endswith("_stderr"):
                 spread = metrics.get(f"{name}_stderr")
                 rows.append((task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}"))
     print_table(("task", "metric", "value", "± standard error"), rows)
-    write_text(folder / "lm_eval.json", json.dumps(found, indent=2) + "\n")
+    write_text(folder / "lm_eval.json", json.dumps(results, indent=2) + "\n")

@@ -32,8 +32,8 @@ class TrainingProgress(Progress):
         """Show the measurements of a step of the model ``title``."""
         if title not in self.validation:
             self.add_task("", total=self.steps, title=title)
-        found = [f"{k.removeprefix('validation_')} {v:.4g}" for k, v in row.items() if k.startswith("validation_")]
-        self.validation[title] = " ".join(found) or self.validation.get(title, "")
+        validation = [f"{k.removeprefix('validation_')} {v:.4g}" for k, v in row.items() if k.startswith("validation_")]
+        self.validation[title] = " ".join(validation) or self.validation.get(title, "")
         attention = f" attention {row['attention_norm']:,.1f}" if "attention_norm" in row else ""
         text = f"loss {row['loss']:.4g} gradient {row['gradient_norm']:.3g}{attention}"
         text += f" samples/s {row['samples_per_second']:,.1f} | {self.validation[title]}"

@@ -30,7 +30,7 @@ def read_members(archive: Path, suffix: str) -> dict[str, bytes]:
         DataError: if the archive cannot be read, unpacks to more than ``MAX_BYTES`` (headers and other files
             included), or has more than ``MAX_MEMBERS`` members.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
         with archive.open("rb") as raw:
             start = raw.peek(6)[:6]
@@ -45,10 +45,10 @@ def read_members(archive: Path, suffix: str) -> dict[str, bytes]:
                     if member.isreg() and not member.issparse() and member.name.endswith(suffix):
                         file = tar.extractfile(member)
                         assert file is not None
-                        found[member.name] = file.read()
+                        contents[member.name] = file.read()
     except (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"cannot read the archive {archive}: {error}") from error
-    return found
+    return contents
 
 
 class _Limited(io.RawIOBase):

@@ -23,10 +23,10 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 def group_by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
     """Group utterances by the paper's duration buckets of TED-LIUM: 0-10 s, 10-20 s, 20-30 s, and longer."""
     names = ("0-10s", "10-20s", "20-30s", "30s+")
-    found: dict[str, list[Utterance]] = {name: [] for name in names}
+    groups: dict[str, list[Utterance]] = {name: [] for name in names}
     for u in utterances:
-        found[names[min(int(u.seconds // 10), 3)]].append(u)
-    return found
+        groups[names[min(int(u.seconds // 10), 3)]].append(u)
+    return groups
 
 
 def librispeech(root: Path, parts: Sequence[str], unreadable: UnreadableFiles | None = None) -> list[Utterance]:
@@ -61,7 +61,7 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
         DataError: if the part is missing, or a line is not in the .stm format.
     """
     folder = root / "legacy" / part
-    found = []
+    utterances = []
     for file in sorted((folder / "stm").glob("*.stm")):
         for line in _lines(file):
             try:
@@ -75,10 +75,10 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
                 if not 0 <= start < stop < math.inf:
                     raise DataError(f"{file}: expected a time after {first}, got {last}")
                 path = folder / "sph" / f"{name}.sph"
-                found.append(Utterance(((path, start, stop),), text, stop - start))
-    if not found:
+                utterances.append(Utterance(((path, start, stop),), text, stop - start))
+    if not utterances:
         raise DataError(f"looked for {folder}/stm/*.stm (TED-LIUM's layout) and found none")
-    return found
+    return utterances
 
 
 def spoken_digits(
@@ -169,10 +169,10 @@ def _durations(files: Mapping[Path, Path | bytes], unreadable: UnreadableFiles |
     soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
     unreadable = UnreadableFiles("recording") if unreadable is None else unreadable
     unreadable.total += len(files)
-    found: dict[Path, float] = {}
+    durations: dict[Path, float] = {}
     for name, file in files.items():
         try:
-            found[name] = soundfile.info(io.BytesIO(file) if isinstance(file, bytes) else file).duration
+            durations[name] = soundfile.info(io.BytesIO(file) if isinstance(file, bytes) else file).duration
         except Exception as error:  # decoders raise many types of errors for broken files
             unreadable.add(str(name), f"{type(error).__name__}: {error}")
-    return found
+    return durations

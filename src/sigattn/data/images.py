@@ -92,7 +92,7 @@ class ImageFolder(Data):
             return
         steps: Any = itertools.count(first_step)
         dataset = _Steps(self, size, seed, shard)
-        for batch, found in torch.utils.data.DataLoader(
+        for batch, errors in torch.utils.data.DataLoader(
             dataset,
             batch_size=None,
             sampler=steps,
@@ -100,7 +100,7 @@ class ImageFolder(Data):
             prefetch_factor=2,
             worker_init_fn=_ignore_stop_signals,
         ):
-            self.unreadable.merge(found)
+            self.unreadable.merge(errors)
             if isinstance(batch, DataError):
                 raise batch
             yield batch
@@ -137,10 +137,10 @@ class ImageFolder(Data):
     def fingerprint(self) -> str:
         """Hash of the images' names and labels, their files (``hashing.files_sha256``) and the augmentation."""
         images = (*self._train, *self._held)
-        names = "\n".join(f"{str(f).removeprefix(f'{self.root}/')} {f.label}" for f in images)
+        listing = "\n".join(f"{str(f).removeprefix(f'{self.root}/')} {f.label}" for f in images)
         paths = sorted({f.path if isinstance(f, _File) else f.shard for f in images})
         files = files_sha256((str(p.relative_to(self.root)), p) for p in paths)
-        return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{names}\n{files}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{listing}\n{files}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._train)
@@ -213,10 +213,10 @@ def _sharded(root: Path, split: str) -> list[ShardedImage]:
 def _classes(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise DataError(f"looked for {folder}/CLASS/*.jpeg and found no folder {folder}")
-    found = sorted(p.name for p in folder.iterdir() if p.is_dir())
-    if len(found) < 2:
-        raise DataError(f"looked for at least two class folders in {folder} and found {len(found)}")
-    return found
+    classes = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    if len(classes) < 2:
+        raise DataError(f"looked for at least two class folders in {folder} and found {len(classes)}")
+    return classes
 
 
 def _files(folder: Path, classes: list[str]) -> list[_File]:

@@ -58,7 +58,7 @@ def index_shards(files: list[Path]) -> list[ShardedImage]:
         DataError: if a file cannot be read, an image has no label in 0 … ``MAX_CLASSES`` - 1, or an image or label is
             a link or a sparse file.
     """
-    found: list[ShardedImage] = []
+    sharded: list[ShardedImage] = []
     for file in files:
         images: dict[str, tarfile.TarInfo] = {}
         labels: dict[str, int] = {}
@@ -80,8 +80,8 @@ def index_shards(files: list[Path]) -> list[ShardedImage]:
             raise DataError(f"cannot read {file}: {error}") from error
         if missing := sorted(images.keys() - labels.keys()):
             raise DataError(f"{file}: {len(missing)} images have no label (KEY.cls), the first is {missing[0]!r}")
-        found += [ShardedImage(file, m.name, m.offset_data, m.size, labels[key]) for key, m in images.items()]
-    return found
+        sharded += [ShardedImage(file, m.name, m.offset_data, m.size, labels[key]) for key, m in images.items()]
+    return sharded
 
 
 def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:

@@ -89,13 +89,13 @@ class Speech(Data):
         """
         chosen, epoch = self._chosen(step, size, seed)
         mask = self.spec_augment_from is not None and step >= self.spec_augment_from
-        own = chosen[shard[0] :: shard[1]]
-        batch_type = tuple if own else PlaceholderBatch
-        own = own or chosen[:1]
-        samples = self._readable(own)
+        local = chosen[shard[0] :: shard[1]]
+        batch_type = tuple if local else PlaceholderBatch
+        local = local or chosen[:1]
+        samples = self._readable(local)
         if not samples:  # replaced by the next readable utterance
             indices = range(len(self.training))
-            others = itertools.chain(indices[own[-1] + 1 :], indices[: own[-1]])
+            others = itertools.chain(indices[local[-1] + 1 :], indices[: local[-1]])
             samples = next((found for i in others if (found := self._readable([i]))), [])
         if not samples:
             raise DataError("no recording to train on can be read")

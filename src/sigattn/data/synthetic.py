@@ -31,8 +31,8 @@ class KSummationData(Data):
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return sequences (B, length) and sums (B, 1)."""
-        whole = self._draw(size, sample_generator(seed, step, 0))
-        return tuple(t[shard[0] :: shard[1]] for t in whole)
+        batch = self._draw(size, sample_generator(seed, step, 0))
+        return tuple(t[shard[0] :: shard[1]] for t in batch)
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Return the held-out sequences and sums, the same at every call."""
@@ -79,8 +79,8 @@ class PairRepeatData(Data):
         """Return sequences (B, max_length) of symbols and answers (B,), 0 or 1."""
         generator = sample_generator(seed, step, 0)
         lengths = torch.tensor(self.lengths)[torch.randint(len(self.lengths), (size,), generator=generator)]
-        whole = self._draw(lengths, generator)
-        return tuple(t[shard[0] :: shard[1]] for t in whole)
+        batch = self._draw(lengths, generator)
+        return tuple(t[shard[0] :: shard[1]] for t in batch)
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over held-out sequences of the training lengths, the same at every call."""
@@ -89,8 +89,8 @@ class PairRepeatData(Data):
 
     def of_length(self, length: int, size: int) -> Iterable[Batch]:
         """Return held-out sequences of one length up to ``max_length``, also beyond the training lengths."""
-        whole = self._draw(torch.full((self.held_out,), length), torch.Generator().manual_seed(length))
-        return list(zip(*(t.split(size) for t in whole), strict=True))
+        sequences = self._draw(torch.full((self.held_out,), length), torch.Generator().manual_seed(length))
+        return list(zip(*(t.split(size) for t in sequences), strict=True))
 
     @property
     def fingerprint(self) -> str:
@@ -101,11 +101,11 @@ class PairRepeatData(Data):
         count = len(lengths)
         drawn = torch.randint(self.num_symbols, (count, self.max_length), generator=generator)
         answers = torch.arange(count)[torch.randperm(count, generator=generator)] % 2
-        wrong = self._repeats(drawn, lengths)
-        while wrong.any():  # redraw sequences that repeat their first pair by chance
+        repeating = self._repeats(drawn, lengths)
+        while repeating.any():  # redraw sequences that repeat their first pair by chance
             again = torch.randint(self.num_symbols, drawn.shape, generator=generator)
-            drawn = torch.where(wrong[:, None], again, drawn)
-            wrong = self._repeats(drawn, lengths)
+            drawn = torch.where(repeating[:, None], again, drawn)
+            repeating = self._repeats(drawn, lengths)
         rows = answers.nonzero().squeeze(1)
         index = 2 + (torch.rand(count, generator=generator) * (lengths - 3)).long()  # 2 … length - 2
         for offset in (0, 1):

@@ -168,5 +168,5 @@ def check_tokens(window: Int[Tensor, "batch length"], vocab_size: int) -> None:
     """Raise ``DataError`` if a token is not in 0 … vocab_size - 1."""
     low, high = window.aminmax()
     if low < 0 or high >= vocab_size:
-        wrong = int(low if low < 0 else high)
-        raise DataError(f"the text holds token {wrong}, and the model has a vocabulary of {vocab_size}")
+        token = int(low if low < 0 else high)
+        raise DataError(f"the text holds token {token}, and the model has a vocabulary of {vocab_size}")

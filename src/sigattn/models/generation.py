@@ -88,11 +88,11 @@ class GenerationState:
         self.cache: list[KVCache] = []
         self._restart((longest - self.left_padding).clamp(max=max_seq_len))
 
-    def _restart(self, kept: Tensor) -> None:
-        """Start with an empty cache and the last ``kept`` tokens of each sequence, (B,), as its next input."""
-        longest = int(kept.max())
+    def _restart(self, lengths: Tensor) -> None:
+        """Start with an empty cache and the last ``lengths`` tokens of each sequence, (B,), as its next input."""
+        longest = int(lengths.max())
         self.unseen = self.tokens[:, -longest:]
-        padding = longest - kept
+        padding = longest - lengths
         self.cache = self.new_kv_cache(padding if padding.any() else None)
 
     def logits(self) -> Tensor:

@@ -100,9 +100,9 @@ class SequenceModel(Transformer):
     def reset_parameters(self) -> None:
         """Initialise all parameters."""
         if self.config.kind == "mlp":
-            for part in self.mlp:
-                if isinstance(part, nn.Linear):
-                    part.reset_parameters()
+            for layer in self.mlp:
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
         else:
             initialize(self, self.config.initialization)
 

@@ -66,16 +66,16 @@ class Transformer(nn.Module):
         result: Tensor = block(x, **options)
         return result
 
-    def attention_report(self, *inputs: object, **more: object) -> list[AttentionStatistics]:
+    def attention_report(self, *inputs: object, **options: object) -> list[AttentionStatistics]:
         """Return row mass, output norm, largest logit and sparsity of each attention layer for one forward.
 
         Each statistic is (batch, heads). The forward is in evaluation mode; memory is linear in the length.
 
         Args:
-            inputs, more: arguments of forward.
+            inputs, options: arguments of forward.
         """
         with evaluation_mode(self), recording(self, "everything") as layers:
-            self(*inputs, **more)
+            self(*inputs, **options)
             report = [layer.statistics for layer in layers if layer.statistics is not None]
             for layer in layers:
                 layer.statistics = None

@@ -128,7 +128,7 @@ class Recipe:
     def guide_row(self) -> dict[str, str]:
         """Return the recipe as a row of the practitioner's guide's table, by column."""
         t = self.transformer
-        names = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
+        positions = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
         structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
         bias = t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias
         position = getattr(t, "position", "none")
@@ -136,7 +136,7 @@ class Recipe:
             "Domain": self.domain,
             "Objective": self.objective,
             "Model Size": _size(self.parameters()),
-            "Pos Embed": names.get(position, position),
+            "Pos Embed": positions.get(position, position),
             "QK Norm": "No" if t.qk_norm == "none" else "Yes",
             "LayerScale": "No" if t.init_values is None else "Yes",
             "Sigmoid Bias": "No" if bias == 0.0 else "Yes",

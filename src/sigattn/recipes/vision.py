@@ -16,10 +16,10 @@ from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
-from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
+from sigattn.train.config import TrainConfig
 
 BATCH = 4096
-STEPS_OF_AN_EPOCH = epochs_to_steps(1, BATCH)
+STEPS_OF_AN_EPOCH = 1_281_167 // BATCH  # ImageNet-1k; the last batch of an epoch would be incomplete
 TINY = {"max_steps": 800, "batch_size": 128, "learning_rate": 2e-3}
 
 
@@ -111,7 +111,7 @@ def vit_mae() -> Recipe:
 
 def _training(epochs: int, warmup: int, *, rate: float, **settings: Any) -> TrainConfig:
     """Return the settings that the four tables share; ``rate`` is for a batch of 256 and scaled linearly."""
-    peak = scale_learning_rate(rate, BATCH)
+    peak = rate * BATCH / 256
     fixed: dict[str, Any] = {
         "final_learning_rate": 1e-6 / peak,
         "betas": (0.9, 0.95),

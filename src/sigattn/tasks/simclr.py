@@ -102,8 +102,8 @@ class SimCLR(Task):
         views = [collect(v) for v in z.chunk(2)]  # each (B, output_dim)
         all_views, offset = torch.cat([v for v, _ in views]), views[0][1]
         total, index = len(all_views) // 2, torch.arange(len(z) // 2, device=z.device) + offset
-        own = torch.cat([index, index + total])
-        logits = (z @ all_views.T / self.temperature).scatter(1, own[:, None], -torch.inf)
+        itself = torch.cat([index, index + total])
+        logits = (z @ all_views.T / self.temperature).scatter(1, itself[:, None], -torch.inf)
         return logits, torch.cat([index + total, index])
 
     def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:

@@ -116,16 +116,3 @@ class TrainConfig:
                 'independent_decay=True needs optimizer="adamw" and a learning_rate above 0; got '
                 f"optimizer={self.optimizer!r}, learning_rate={self.learning_rate}"
             )
-
-
-def scale_learning_rate(learning_rate: float, batch_size: int, base_batch_size: int = 256) -> float:
-    """Return ``learning_rate · batch_size / base_batch_size``, the paper's linear scaling rule."""
-    return learning_rate * batch_size / base_batch_size
-
-
-def epochs_to_steps(epochs: int, batch_size: int, samples: int = 1_281_167) -> int:
-    """Return the number of updates in ``epochs`` passes over ``samples`` samples (default: ImageNet-1k).
-
-    The last batch of a pass is dropped if it is incomplete.
-    """
-    return epochs * (samples // batch_size)

@@ -39,9 +39,9 @@ def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) 
     Args:
         task, model, training: the configuration. data: ``Data.fingerprint``.
     """
-    kept = {name: value for name, value in asdict(training).items() if name not in CHANGEABLE_SETTINGS}
+    fixed = {name: value for name, value in asdict(training).items() if name not in CHANGEABLE_SETTINGS}
     settings = {f"task.{name}": value for name, value in asdict(task).items()}
-    return {**asdict(model), **kept, **settings, "task": type(task).__name__, "data": data}
+    return {**asdict(model), **fixed, **settings, "task": type(task).__name__, "data": data}
 
 
 def identity_hash(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:

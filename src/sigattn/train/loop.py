@@ -112,10 +112,10 @@ def evaluate(task: Task, model: ModelConfig, config: TrainConfig, data: Data, fo
         CheckpointError: if there is neither, or the checkpoint does not fit.
         ModelError: if the model in the folder has another configuration.
     """
-    processes, own = init_process_mesh(), replace(config, compile=False)
+    processes, evaluation = init_process_mesh(), replace(config, compile=False)
     if processes.world_size == 1:  # a run of several processes can be evaluated on one
-        own = replace(own, tensor_parallel=1, context_parallel=1)
-    trainer = Trainer.build(task, model, own, data, processes, folder)
+        evaluation = replace(evaluation, tensor_parallel=1, context_parallel=1)
+    trainer = Trainer.build(task, model, evaluation, data, processes, folder)
     inner = sharding.unwrap(trainer.module)
     if task.backbone(inner) is inner and (folder / "model").is_dir():
         saved = saving.load(folder / "model")

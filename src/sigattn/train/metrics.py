@@ -45,9 +45,9 @@ class MetricsLog:
 
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path: Path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
+        earlier = [row for row in read_metrics(self.path) if row["step"] < first_step]
         unfinished = self.path.with_name(self.path.name + ".unfinished")
-        write_text(unfinished, "".join(map(_line, kept)))
+        write_text(unfinished, "".join(map(_line, earlier)))
         unfinished.replace(self.path)
         self._file = self.path.open("a")
         self._events: Path = folder / "events.out.tfevents"  # the start of the name of tensorboard's file
@@ -78,11 +78,11 @@ class MetricsLog:
 def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
     """Return the run of a folder in a project, created if new; its identifier is stored in the folder."""
     wandb = require("wandb", "metrics for Weights & Biases", "wandb")
-    kept = folder / "wandb.txt"
-    if not kept.exists():
-        write_text(kept, secrets.token_hex(8))
+    id_file = folder / "wandb.txt"
+    if not id_file.exists():
+        write_text(id_file, secrets.token_hex(8))
     return wandb.init(
-        project=project, id=kept.read_text(), name=folder.name, dir=folder, config=settings, resume="allow"
+        project=project, id=id_file.read_text(), name=folder.name, dir=folder, config=settings, resume="allow"
     )
 
 

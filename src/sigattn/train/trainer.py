@@ -87,9 +87,9 @@ class Trainer:
         module = task.build(model)
         if weights is not None:
             task.backbone(module).load_state_dict(weights)
-        for part in module.modules():
-            if isinstance(part, Transformer):
-                part.checkpoint_activations = config.checkpoint_activations
+        for layer in module.modules():
+            if isinstance(layer, Transformer):
+                layer.checkpoint_activations = config.checkpoint_activations
         if config.compile:
             module.compile()
         processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
@@ -115,10 +115,10 @@ class Trainer:
         Raises:
             CheckpointError: if the checkpoint does not fit, or its weights are not finite.
         """
-        found = checkpoint.list_checkpoints(self.checkpoints)
-        if not found:
+        checkpoints = checkpoint.list_checkpoints(self.checkpoints)
+        if not checkpoints:
             return 0
-        path = found[-1]
+        path = checkpoints[-1]
         done = checkpoint.load(path, self.module, self.optimizer, settings, self.processes, average=self.average)
         if not self._is_finite():
             raise checkpoint.CheckpointError(f"{path} holds weights that are not finite: delete it to use an older one")
@@ -177,8 +177,8 @@ class Trainer:
             raise self._not_finite(f"step {step}: weights that are not finite")
 
     def _not_finite(self, message: str) -> NonFiniteLossError:
-        found = checkpoint.list_checkpoints(self.checkpoints)
-        last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+        checkpoints = checkpoint.list_checkpoints(self.checkpoints)
+        last = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
         return NonFiniteLossError(f"{message}; {last}")
 
     def _step(self, step: int, batch: Batch) -> Row:
