@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "kvcache", "problem", "validation", "varlen")),
-    *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "operands", "scalars", "vmap")),
+    *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "positions", "scalars", "vmap")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
     *(f"sigattn.ops.hopper.{name}" for name in ("backward", "backward_fused", "common", "forward")),
     *(

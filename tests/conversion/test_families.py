@@ -26,8 +26,7 @@ from sigattn.models import (
     saving,
 )
 from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 from tests.conversion.replacing import replace
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64

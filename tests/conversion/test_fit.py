@@ -11,8 +11,7 @@ from sigattn.conversion.fit import BiasFit, QueryFeatures, check_finite, fit_bia
 from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.observer import AttentionCall
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 
 B, H, N, D = 3, 2, 40, 4
 LENGTHS = torch.tensor([40, 31, 25])  # the rows behind are padding

@@ -12,8 +12,7 @@ from sigattn.conversion.output_scale import OutputScaleFit
 from sigattn.conversion.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias
 from sigattn.nn.fitted_bias import EPS
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 from tests.conversion.replacing import replace
 
 H, D = 3, 5

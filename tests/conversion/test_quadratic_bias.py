@@ -11,8 +11,7 @@ from sigattn.conversion.fit import BiasFit
 from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.models import LanguageModel, LanguageModelConfig
 from sigattn.nn import QuadraticBias
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64
 convert = functools.partial(convert_fully, refine_steps=2)

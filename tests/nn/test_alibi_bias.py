@@ -16,7 +16,7 @@ from sigattn.nn import (
     make_bias,
 )
 from sigattn.nn.visible_keys import evaluate_bias
-from sigattn.ops.operands import two_sided_slopes
+from sigattn.ops.problem import two_sided_slopes
 
 B, H, N, E = 2, 4, 11, 16
 ROW, COL = torch.arange(N)[:, None], torch.arange(N)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention
-from sigattn.ops import operands
+from sigattn.ops import problem as problems
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args
@@ -53,7 +53,7 @@ def test_dropped_weights_are_independent():
 @pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
-    monkeypatch.setattr(operands, "new_seed", lambda device: torch.tensor(1 << 40, device=device))
+    monkeypatch.setattr(problems, "new_seed", lambda device: torch.tensor(1 << 40, device=device))
     q = torch.randn(2, 4, 33, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     results = []
@@ -106,9 +106,9 @@ def test_gradient_uses_the_forward_s_mask(backend):
 
 def test_seeds_stay_on_the_device():
     """A host number would be the same at every replay of a CUDA graph, and a CPU tensor would synchronise."""
-    assert operands.new_seed(torch.device("meta")).device.type == "meta"
+    assert problems.new_seed(torch.device("meta")).device.type == "meta"
     q = torch.randn(1, 2, 5, 8)
-    problem = operands.make_problem(Problem, q, q, q, dropout_p=0.5)
+    problem = problems.make_problem(Problem, q, q, q, dropout_p=0.5)
     assert kernel_args.prepare(problem).arguments["seed"] is problem.seed
 
 

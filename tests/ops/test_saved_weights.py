@@ -7,8 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
 from sigattn.ops.attention import DENSE
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 from tests.ops.cases import HAS_LLVM
 
 BOTH = pytest.mark.parametrize("backend", ["blocked", *(["llvm"] if HAS_LLVM else [])])

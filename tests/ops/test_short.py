@@ -7,8 +7,7 @@ import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops.blocked import tiles
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 from tests.ops.truth import formula
 
 

@@ -14,8 +14,7 @@ import triton.language as language
 from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
-from sigattn.ops.operands import bias_tensor
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, bias_tensor
 from sigattn.ops.triton import activation, kernel_args, launch, tma, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula

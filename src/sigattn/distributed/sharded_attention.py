@@ -15,8 +15,7 @@ from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequen
 from sigattn.distributed.strategies import Exchange, ShardedAttention, Strategy
 from sigattn.ops import validation
 from sigattn.ops.attention import DENSE, validate
-from sigattn.ops.operands import cast_operands, make_problem
-from sigattn.ops.problem import Problem, log_length_bias
+from sigattn.ops.problem import Problem, cast_operands, log_length_bias, make_problem
 
 _NAME = "context_parallel_attention"
 

@@ -15,8 +15,7 @@ from sigattn.flash import options
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
 from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import KVCacheProblem
+from sigattn.ops.problem import KVCacheProblem, make_problem
 
 _NAME = "sharded_cache_attention"
 

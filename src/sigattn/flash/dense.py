@@ -11,8 +11,7 @@ from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import block_mask, validation
 from sigattn.ops.attention import DENSE
-from sigattn.ops.operands import cast_operands, make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, cast_operands, make_problem
 
 _NAME = "flash_attn_func"
 

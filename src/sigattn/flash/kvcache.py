@@ -14,8 +14,7 @@ from sigattn.flash.packing import Tokens
 from sigattn.flash.rotary import Rotary
 from sigattn.ops import validation
 from sigattn.ops.kvcache import KV_CACHE, append_to_cache, check_cache_bounds, lengths_of_samples
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import KVCacheProblem
+from sigattn.ops.problem import KVCacheProblem, make_problem
 
 _NAME = "flash_attn_with_kvcache"
 

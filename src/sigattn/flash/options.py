@@ -28,7 +28,7 @@ class Options(NamedTuple):
     def checked(
         self, caller: str, q: Tensor, batch: int, backends: Iterable[str], queries: int | None = None
     ) -> dict[str, Any]:
-        """Return the options as arguments of ``ops.operands.make_problem``; raise unless they fit q.
+        """Return the options as arguments of ``ops.problem.make_problem``; raise unless they fit q.
 
         batch: number of samples or sequences. queries: number of entries of a bias along queries; None if it has none.
         """

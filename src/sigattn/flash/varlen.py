@@ -10,8 +10,7 @@ from sigattn.flash import chunks, packing
 from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import validation
-from sigattn.ops.operands import cast_operands, make_problem
-from sigattn.ops.problem import VarlenProblem
+from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
 from sigattn.ops.varlen import VARLEN, mask_target
 
 _NAME = "flash_attn_varlen_func"

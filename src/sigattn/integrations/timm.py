@@ -26,8 +26,7 @@ from sigattn.nn.code_search import search
 from sigattn.nn.softmax_calls import listed
 from sigattn.nn.visible_keys import visible_per_query
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.operands import combine_window
-from sigattn.ops.problem import log_length_bias, log_size_bias
+from sigattn.ops.problem import combine_window, log_length_bias, log_size_bias
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("timm"):

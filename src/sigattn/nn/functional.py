@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import operands, reference
+from sigattn.ops import problem as problems
+from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
-from sigattn.ops.operands import cast_operands, combine_window, two_sided_slopes
-from sigattn.ops.problem import UNLIMITED, Problem, alibi, band
+from sigattn.ops.positions import alibi, band
+from sigattn.ops.problem import UNLIMITED, Problem, cast_operands, combine_window, two_sided_slopes
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
 
@@ -200,7 +201,7 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
 def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
     """Return the operator's problem of the call, in autocast's dtype if autocast is on."""
     query, key, value = cast_operands(query, key, value)
-    return operands.make_problem(
+    return problems.make_problem(
         Problem,
         query,
         key,

@@ -15,8 +15,7 @@ from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem, log_length_bias
+from sigattn.ops.problem import Problem, log_length_bias, make_problem
 
 
 class SigmoidMultiheadAttention(nn.MultiheadAttention):

@@ -13,8 +13,7 @@ from torch.overrides import _pop_mode_temporarily
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.visible_keys import is_visible
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.ops.operands import at_least, combine_window
-from sigattn.ops.problem import band
+from sigattn.ops.positions import band
+from sigattn.ops.problem import at_least, combine_window
 
 HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, -100 + bias (Swin)
 

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, onnx, reference, triton, validation, vmap
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import cast_operands, make_problem
-from sigattn.ops.problem import Problem, VarlenProblem
+from sigattn.ops.problem import Problem, VarlenProblem, cast_operands, make_problem
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"

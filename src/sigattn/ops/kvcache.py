@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import autograd, blocked, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, library
-from sigattn.ops.operands import as_index, cast_operands, make_problem
-from sigattn.ops.problem import KVCacheProblem
+from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (

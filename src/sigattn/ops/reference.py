@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.gradients import Saved
-from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, alibi, band, in_order_of, new_output
+from sigattn.ops.positions import alibi, band
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 

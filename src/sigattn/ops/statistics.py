@@ -10,8 +10,7 @@ from torch import Tensor
 from sigattn.ops import mask, reference, validation
 from sigattn.ops.attention import validate, with_checked_lengths
 from sigattn.ops.autocast import without_autocast
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 
 _NAME = "attention_statistics"
 

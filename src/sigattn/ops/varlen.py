@@ -7,8 +7,7 @@ from torch import Tensor
 
 from sigattn.ops import blocked, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import cast_operands, make_problem
-from sigattn.ops.problem import VarlenProblem
+from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
 
 _NAME = "sigmoid_varlen_attention"
 _CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops import reference
-from sigattn.ops.operands import make_problem
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, make_problem
 
 
 @dataclass(frozen=True)

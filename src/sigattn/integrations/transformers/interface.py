@@ -25,8 +25,7 @@ from sigattn.integrations.transformers.saving import (
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
 from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.operands import combine_window
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import combine_window, log_length_bias
 
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result

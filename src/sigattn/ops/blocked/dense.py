@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, Tiling, arithmetic, choose_tiles, groups, padded
 from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, distances, new_output
+from sigattn.ops.positions import distances
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
 

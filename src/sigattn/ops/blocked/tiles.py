@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sigattn.ops.block_mask import HIDDEN, Blocks, runs
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.problem import UNLIMITED, Problem, alibi
+from sigattn.ops.positions import alibi
+from sigattn.ops.problem import UNLIMITED, Problem
 
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
 TILE_BYTES = 4 << 20  # of the weights of a tile; at most two tiles exist at a time
