@@ -123,13 +123,6 @@ class TestLayersThatCallTheFunction:
         expected = (x @ x.mT * 8**-0.5 - math.log(5)).sigmoid().tril() @ x
         torch.testing.assert_close(net.layers[0](x), expected)
 
-    @pytest.mark.parametrize("by_example", [False, True])
-    def test_a_softmax_of_its_own_is_refused_by_name(self, by_example):
-        net, x = Net(FusedAttention(), EagerAttention()), torch.randn(2, 5, 8)
-        with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(EagerAttention: softmax\)"):
-            replace(net, (x,) if by_example else None)
-        assert type(net.layers[0]) is FusedAttention  # nothing was changed
-
     def test_a_flag_off_is_found_by_running(self):
         net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
         net.layers[0].fused = False
