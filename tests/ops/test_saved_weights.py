@@ -180,7 +180,7 @@ def test_the_output_of_flash_attn_func_can_be_changed_in_place(heads):
     q = torch.randn(1, 100, heads, 8, dtype=torch.float64, requires_grad=True)
     out = flash_attn_func(q, q, q, causal=True)
     out += 1
-    expected = sigmoid_attention(*(q.transpose(1, 2),) * 3, is_causal=True, bias=0.0, backend="reference") + 1
+    expected = sigmoid_attention(*(q.transpose(1, 2),) * 3, is_causal=True, backend="reference") + 1
     found = (torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected))
     torch.testing.assert_close(*found)
 
