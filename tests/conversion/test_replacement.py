@@ -485,6 +485,19 @@ class TestMultiheadAttention:
             torch.testing.assert_close(other(x, x, x), layer(x, x, x))
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}, {"add_bias_kv": True}])
+def test_parameters_are_initialised_as_those_of_pytorch(options):
+    layer = nn.MultiheadAttention(16, 4, **options)
+    sigmoid_layer = copy.deepcopy(layer)
+    convert(sigmoid_layer)
+    torch.manual_seed(1)
+    layer._reset_parameters()
+    torch.manual_seed(1)
+    sigmoid_layer._reset_parameters()
+    for (name, expected), parameter in zip(layer.named_parameters(), sigmoid_layer.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+
+
 @pytest.mark.parametrize(("bias", "recorded"), [(None, "log_visible"), (-2.0, -2.0)])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recorded, tmp_path):

@@ -33,6 +33,19 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used."""
         return False
 
+    def _reset_parameters(self) -> None:
+        """Initialise the parameters as ``nn.MultiheadAttention`` does, which would ask for the property above."""
+        projections = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        for weight in projections:
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for added_row in (self.bias_k, self.bias_v):
+            if added_row is not None:
+                nn.init.xavier_normal_(added_row)
+
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
         rule = "" if self.sigmoid_bias is not None else ", sigmoid_bias=None (-log of the visible keys)"
