@@ -34,7 +34,10 @@ toc_object_entries_show_parents = "hide"
 # Names of this library must resolve, except of the operators' implementation, which the reference does not contain. For
 # names of other libraries, Sphinx would need their inventories from the network.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!sigattn\.(?!ops\.)).*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!sigattn\.(?!ops\.)).*"),
+    ("py:class", r"sigattn\.models\.config\.Config"),
+]  # a TypeVar
 
 html_theme = "furo"
 html_favicon = "_static/favicon.svg"

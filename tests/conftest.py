@@ -186,7 +186,7 @@ class _InThisProcess:
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Train without worker processes, whose imports take longer than small runs."""
-    from sigattn.train import workers
+    from experiments import workers
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(workers, "worker_pool", lambda _: _InThisProcess())

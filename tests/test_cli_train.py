@@ -42,7 +42,6 @@ class TestTrain:
         assert text == said(capsys, "generate", run, "--prompt", "A class ", "--max-new-tokens", "50")
         options = ["--max-new-tokens", "9", "--prompt", "A "]
         assert len(said(capsys, "generate", run, *options, "--top-k", "5", "--top-p", "0.9")) >= 4
-        assert said(capsys, "generate", run, *options, "--num-beams", "3").startswith("A ")
         stopped = said(capsys, "generate", run, *options, "--temperature", "0", "--stop", text[8])
         assert stopped.startswith("A ")
         _, message = failure(["generate", run, "--stop", "two"], capsys)
@@ -203,7 +202,6 @@ class TestTrain:
             (["tokenizer", "--data", "EMPTY", "--save", "new.json"], 1, "empty.txt is empty"),
             (["tokenizer", "--data", "hf:", "--save", "new.json"], 1, "names no data set: write hf:NAME"),
             (["tokenizer", "--data", "TEXT", "--save", "FOLDER"], 2, "name a file to write, got the folder"),
-            (["theory", "--report", "FOLDER"], 2, "name a file to write, got the folder"),
             (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 1, "name a folder to write into, got the file"),
         ],
     )

@@ -280,7 +280,6 @@ def test_where_results_go(corpus, capsys):
     mistake([*learn, "--save", file / "x"], DATA, f"{file}: ", capsys)
     mistake(["train", *TINY, "--folder", file], DATA, f"{file}", capsys)
     mistake(["demo", "--run-folder", file], DATA, f"cannot write to the run folder {file}", capsys)
-    mistake(["theory", "--report", file / "x.html"], DATA, f"{file}", capsys)
     mistake(["evaluate", file], DATA, f"{file}", capsys)
     mistake(["demo", "--text", corpus / "folder.bin"], DATA, "looked for .txt, .md, .rst, .py files", capsys)
 

@@ -58,7 +58,7 @@ LIKELY = {
     "mask": "test_mask test_correctness",
     "memory": "test_backends",
     "nested": "test_nested",
-    "operands": "test_correctness test_borders test_dropout",
+    "positions": "test_correctness test_borders test_dropout",
     "onnx": "test_onnx",
     "problem": "test_problem test_short test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights test_short test_statistics",

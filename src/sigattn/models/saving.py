@@ -53,7 +53,13 @@ class ModelError(Exception):
 
 
 def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.Module:
-    """Create the model of a configuration on a device; None for PyTorch's default device."""
+    """Create the model of a configuration on a device; None for PyTorch's default device.
+
+    Raises:
+        TypeError: if it is not a configuration of a model.
+    """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"build: {type(config).__name__} is not the configuration of a model")
     with torch.device(device if device is not None else torch.get_default_device()):
         return config.build()
 
