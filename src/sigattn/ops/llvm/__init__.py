@@ -16,12 +16,12 @@ __all__ = ["backward", "can_be_default", "forward", "machine_unavailable", "save
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
 _PROCESSOR = torch.cpu.get_capabilities()
-# Instruction sets on which the kernels were measured as faster than PyTorch's products (docs/log.md): those of x86 from
-# AVX2 on, except that AMX, matrix units for bfloat16 that vectors cannot match, serves oneDNN's products. Not ARM, on
-# which they have never run.
+# Instruction sets on which the kernels were measured as faster than "blocked" (docs/log.md): those of x86 from AVX2 on;
+# in bfloat16 with AVX512-BF16, unless AMX, matrix units that vectors cannot match, serves oneDNN's products. Not ARM,
+# on which they have never run.
 _FAST = {
     torch.float32: bool(_PROCESSOR.get("avx2")),
-    torch.bfloat16: bool(_PROCESSOR.get("avx2")) and not _PROCESSOR.get("amx_bf16"),
+    torch.bfloat16: bool(_PROCESSOR.get("avx512_bf16")) and not _PROCESSOR.get("amx_bf16"),
 }
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
