@@ -71,10 +71,9 @@ def convert(
             where it is learned), or None for -log of the number of visible keys: of those that the query sees, or, in
             layers of PyTorch and of your own, that at least one query of the sample sees. With a KV cache the latter
             grows from call to call; pass ``log_length_bias(context)`` instead. With batches, the class of the biases:
-            None for
-            ``QuadraticBias``, or ``sigattn.nn.VisibleKeysLinearBias`` for c + a · log(visible keys), without a scale of
-            the output: a layer then takes the time of one with a number for each head, and is further from softmax
-            until it is trained.
+            None for ``QuadraticBias``, or ``sigattn.nn.VisibleKeysLinearBias`` for c + a · log(visible keys), without a
+            scale of the output: a layer then takes the time of one with a number for each head, and is further from
+            softmax until it is trained.
         loss: with batches, function from model and batch to a scalar, which also runs the model. None runs
             ``model(batch)``; its loss is then the output's attribute ``loss``, if there is one.
         refine_steps: with batches, number of steps of the refinement, each of which runs the model on one batch and

@@ -56,8 +56,14 @@ class Task(ABC):
         """Return the logits in a model's output, (…, classes), and the weights, (…), of their mean in the loss.
 
         The weights are None if all are equal.
+
+        Raises:
+            TypeError: if ``predicts_distributions`` is False.
         """
-        raise NotImplementedError(f"the outputs of {type(self).__name__} are no distributions")
+        raise TypeError(
+            f"{type(self).__name__}: the model's outputs are no distributions: use a task whose "
+            "predicts_distributions is True"
+        )
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -104,7 +104,7 @@ def _reaches_sdpa(model: nn.Module, name: str) -> bool:
 def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
     """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices.
 
-    Those around an ``nn.Softmax`` may multiply them in a layer beside it.
+    Those around an ``nn.Softmax`` may multiply them in a layer next to it.
     """
     module = model.get_submodule(name)
     while not calls & PRODUCT_NAMES:
