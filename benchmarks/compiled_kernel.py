@@ -11,7 +11,7 @@ from sigattn.ops.triton import tuning
 
 # dK and dV in two passes over the queries
 PARTS: dict[str, dict[str, Any]] = {"dk": {"grad_value": None}, "dv": {"grad_key": None}}
-PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2, tuning.FUSED: 5}
+PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2}
 HOPPER_ROWS = 128  # queries or keys of a tile of the Hopper kernels: two warp groups with 64 each
 
 
@@ -39,7 +39,7 @@ class CompiledKernel:
         found = loop.cycles(PRODUCTS[kernel], self.head_dim)
         if self.architecture == 90 and self.programs and kernel != tuning.DECODE:
             gluon = "Gluon" in variant
-            by_keys = kernel in (tuning.DKDV, *PARTS, tuning.FUSED)
+            by_keys = kernel in (tuning.DKDV, *PARTS)
             rows = HOPPER_ROWS if gluon else self.config.block_n if by_keys else self.config.block_m
             row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
             found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)

@@ -34,8 +34,8 @@ class StaticBenchmark:
         architectures: compute capabilities, 90 for sm_90.
         head_dims: D = Dv.
         dtypes: "bfloat16", "float16", "float32".
-        variants: for sm_90 in bfloat16, also compile what is not the default: the other forms of σ, dQ added
-            atomically, and every candidate of the Hopper kernels.
+        variants: for sm_90 in bfloat16, also compile what is not the default: the other forms of σ, and every
+            candidate of the Hopper kernels.
         results: where to write the results (JSON); None writes none.
     """
 
@@ -104,16 +104,10 @@ def _variants(head_dim: int) -> Iterator[CompiledKernel]:
                 variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
                 yield replace(variant, kernel=f"{kernel}, {form}")
         if kernel not in PARTS:
-            yield from _with_tma(kernel, kernel, head_dim)
-    if head_dim <= 128:
-        yield from _with_tma(tuning.FUSED, tuning.DKDV, head_dim, ATOMIC_DQ=True)
-
-
-def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[CompiledKernel]:
-    """Compile the first two candidates of ``python -m benchmarks tune`` that use TMA."""
-    for config in [c for c in tuning.candidates(name, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
-        variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config, **constants)
-        yield replace(variant, kernel=f"{name}, TMA")
+            # the first two candidates of ``python -m benchmarks tune`` that use TMA
+            for config in [c for c in tuning.candidates(kernel, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
+                variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config)
+                yield replace(variant, kernel=f"{kernel}, TMA")
 
 
 def compile_kernel(

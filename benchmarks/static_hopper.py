@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks import machine_code
 from benchmarks.compiled_kernel import CompiledKernel, summarize
-from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import tuning
 
 ROWS = 64  # of a group of four warps
@@ -17,7 +16,6 @@ _OWN = {
     tuning.FWD: ("query", "out"),
     tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
     tuning.DQ: ("query", "grad_out", "grad_query"),
-    tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
 }
 _WALKED = {"query", "key", "value", "grad_out"}
 
@@ -44,14 +42,12 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel, hopper_bwd_dq_kernel
-    from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
     from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
     functions: dict[str, Any] = {
         tuning.FWD: hopper_fwd_kernel,
         tuning.DKDV: hopper_bwd_dkdv_kernel,
         tuning.DQ: hopper_bwd_dq_kernel,
-        tuning.FUSED: hopper_bwd_fused_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
     source = GluonASTSource(functions[kernel], signature, constants)
@@ -59,10 +55,9 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     if line := missing_fence(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128
-    shape = (ROWS, config.block) if kernel not in (tuning.DKDV, tuning.FUSED) else (config.block, ROWS)
+    shape = (ROWS, config.block) if kernel != tuning.DKDV else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
-    name = f"{kernel}, Gluon" + (", prefetch" if kernel == tuning.FWD and config.prefetch else "")
-    described = {"kernel": name, "dtype": "bfloat16", "head_dim": head_dim, "causal": causal}
+    described = {"kernel": f"{kernel}, Gluon", "dtype": "bfloat16", "head_dim": head_dim, "causal": causal}
     found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
@@ -76,26 +71,16 @@ def _signature(
 
     from sigattn.ops.hopper.common import Options, Scales
 
-    options = Options(
-        head_dim,
-        config.block,
-        config.stages,
-        CAUSAL=causal,
-        SIGMOID=config.sigmoid,
-        PREFETCH=config.prefetch and kernel == tuning.FWD,
-    )
+    options = Options(head_dim, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     for at, parameter in enumerate(function.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constants[(at,)] = "constexpr", options
-        elif kernel == tuning.FUSED and name == "grad_query":
-            signature[name] = "*fp32"
         elif name in _OWN[kernel] or name in _WALKED:
             rows = ROWS if name in _OWN[kernel] else config.block
-            swizzle = launch_hopper.swizzle(kernel, name, head_dim)
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
         else:
             signature[name] = Scales(*["fp32"] * 6) if name == "scales" else "i32"  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, tuning
 
-BOTH, BOTH_GLUON, BOTH_TMA = "both kernels", "both Gluon kernels", "both kernels with TMA"
 _COLUMNS = {
     "tile, warps, stages, σ": ("config", ""),
     "ms": ("ms", ".3f"),
@@ -36,14 +35,11 @@ _COLUMNS = {
     "": ("mark", ""),
 }
 CURRENT_AGAIN = "current, again"  # the deviation of its time from the current configuration's is the noise
-# A tile shape; a configuration of a Hopper kernel; for the backward in two kernels, BOTH_GLUON: the tables' Hopper
-# kernels, BOTH_TMA: the tables' portable kernels with TMA, or None: the tables' portable kernels.
-Candidate = tuning.Config | tuning.HopperConfig | str | None
+Candidate = tuning.Config | tuning.HopperConfig
 PASSES = {
     tuning.FWD: None,
     tuning.DKDV: NeedsGrad(False, True, True),
     tuning.DQ: NeedsGrad(True, False, False),
-    tuning.FUSED: NeedsGrad(),  # compared with both kernels of the backward together
 }
 
 
@@ -58,8 +54,7 @@ class TuneBenchmark(TimedBenchmark):
         max_flops: FLOPs of a forward pass; determines the batch size.
         max_candidates: candidates of each kernel in addition to the current configuration; None is all.
         warp_specialized: time the Hopper kernels (docs/speed.md) instead of tile shapes.
-        variants: time one configuration of each approach instead of tile shapes: TMA, the Hopper kernels, the backward
-            in one kernel.
+        variants: time one configuration of each approach instead of tile shapes: TMA, the Hopper kernels.
         max_seconds: when to stop; cases that were not reached are listed in the results.
         results: folder for the results (JSON).
     """
@@ -133,26 +128,19 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
 
 
 def current_config(config: TuneBenchmark, case: Case) -> tuning.Config:
-    """Return the tables' tile shape; for the whole backward, that of the dK/dV kernel."""
-    kernel = tuning.DKDV if case.kernel == tuning.FUSED else case.kernel
+    """Return the tables' tile shape."""
     itemsize = DTYPES[config.dtype].itemsize
-    return tuning.kernel_config(kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize)
+    return tuning.kernel_config(case.kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize)
 
 
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     """Return the candidates of a case, the current configuration first."""
     current = current_config(config, case)
     found: list[Candidate] = [current]
-    if case.kernel == tuning.FUSED:
-        found = (
-            [None, current] if tuning.supports_atomic_dq(current, kernel_args.architecture(gpu.device())) else [None]
-        )
     if config.variants:
-        found += [BOTH_TMA, BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += [current._replace(tma=not current.tma)]
         found += [c for c in (tuning.HOPPER_CONFIGS[case.kernel].get(case.head_dim),) if c is not None]
     elif config.warp_specialized:
-        found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += tuning.hopper_candidates(case.kernel, case.head_dim)
     else:
         found += [c for c in tuning.candidates(case.kernel, case.head_dim) if c != current]
@@ -174,9 +162,9 @@ def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
 
 
 def run_for_profiler(config: TuneBenchmark) -> None:
-    """Run each candidate of the forward and of the whole backward twice, under a profiler."""
+    """Run each candidate of each kernel twice, under a profiler."""
     for d in config.head_dims:
-        for kernel in (tuning.FWD, tuning.FUSED):
+        for kernel in PASSES:
             case = Case(config.lengths[0], d, False, kernel)
             for candidate in candidates_of(config, case):
                 try:
@@ -233,7 +221,7 @@ def _checked_calls(
     for name, candidate in candidates.items():
         call = _call(problem, inputs, case.kernel, candidate)
         results = [t.float() for t in call()]
-        pairs = zip(results, expected.get(case.kernel, gradients), strict=True)
+        pairs = zip(results, expected[case.kernel], strict=True)
         found = [reference.relative_error(t, e, at) for t, e in pairs]
         limit = reference.tolerance(inputs.query)
         correct = all(error < limit for error in found)  # False for NaN
@@ -262,24 +250,20 @@ def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -
 @contextlib.contextmanager
 def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: Inputs) -> Iterator[None]:
     """Change the tables for one call, so that it uses the candidate."""
-    changing = ("kernel_config", "ATOMIC_DQ_MIN_QUERIES", "WARP_SPECIALIZED", "HOPPER_CONFIGS", "SHRINK_TILES")
+    changing = ("kernel_config", "WARP_SPECIALIZED", "HOPPER_CONFIGS", "SHRINK_TILES")
     before = {name: getattr(tuning, name) for name in changing}
-    replaced = tuning.DKDV if changed == tuning.FUSED else changed
 
     def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) -> tuning.Config:
-        if kernel == replaced and isinstance(candidate, tuning.Config):
+        if kernel == changed and isinstance(candidate, tuning.Config):
             return candidate
-        found: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize)
-        return found._replace(tma=True) if candidate == BOTH_TMA else found
+        config: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize)
+        return config
 
-    special = [tuning.DKDV, tuning.DQ] if candidate == BOTH_GLUON else []
-    special += [changed] if isinstance(candidate, tuning.HopperConfig) else []
+    special = [changed] if isinstance(candidate, tuning.HopperConfig) else []
     if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), inputs.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
-    atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config | tuning.HopperConfig)
     try:
         tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
-        tuning.ATOMIC_DQ_MIN_QUERIES = {kernel_args.architecture(problem.query.device): 0} if atomic else {}
         if isinstance(candidate, tuning.HopperConfig):
             tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
         yield
@@ -289,8 +273,6 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
 
 
 def _name(candidate: Candidate) -> str:
-    if candidate is None or isinstance(candidate, str):
-        return candidate or BOTH
     fields = [
         name if value is True else str(value) for name, value in candidate._asdict().items() if value is not False
     ]

@@ -19,7 +19,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "kvcache", "problem", "validation", "varlen")),
     *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "positions", "scalars", "vmap")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
-    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "backward_fused", "common", "forward")),
+    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
     *(
         f"sigattn.flash.{name}"
         for name in ("chunks", "dense", "kvcache", "options", "packing", "padding", "v3", "validation", "varlen")

@@ -37,19 +37,15 @@ def tables(rows):
     portable = [r for r in full if "Gluon" not in r["kernel"]]
     yield [line(r) for r in portable if "," not in r["kernel"] or r["kernel"] in ("dk", "dv")]
     yield [line(r) for r in portable if r["kernel"].endswith("TMA")]
-    current = [
-        r for r in full if r["kernel"].endswith(("Gluon", "Gluon, prefetch")) and r["config"]["stages"] == _stages(r)
-    ]
-    yield [line(r) for r in current]
+    yield [line(r) for r in full if r["kernel"].endswith("Gluon") and r["config"]["stages"] == _stages(r)]
     yield [prediction(rows, d) for d in (64, 128, 256)]
 
 
 def _stages(r):
     kernel = r["kernel"].partition(", Gluon")[0]
     own = tuning.HOPPER_CONFIGS[kernel][r["head_dim"]]
-    block = r["config"]["block_m" if kernel in (tuning.DKDV, tuning.FUSED) else "block_n"]
-    ahead = kernel != tuning.FWD or own.prefetch == r["kernel"].endswith("prefetch")
-    return own.stages if (block, r["config"]["sigmoid"], ahead) == (own.block, own.sigmoid, True) else None
+    block = r["config"]["block_m" if kernel == tuning.DKDV else "block_n"]
+    return own.stages if (block, r["config"]["sigmoid"]) == (own.block, own.sigmoid) else None
 
 
 def prediction(rows, head_dim):

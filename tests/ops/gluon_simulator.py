@@ -74,24 +74,8 @@ class Shared:
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.data.permute(order))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.data.narrow(dim, start, length))
-
     def store(self, value: Value) -> None:
         self.data.copy_(_raw(value))
-
-
-class Address:
-    """Addresses of entries of a tensor in global memory."""
-
-    def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
-
-    def __add__(self, steps: Any) -> Address:
-        return Address(self.memory, self.at + _raw(steps))
-
-    def add(self, x: Value) -> None:
-        self.memory.view(-1).index_put_((self.at,), _raw(x), accumulate=True)
 
 
 class Barrier:
@@ -366,7 +350,6 @@ class Simulator:
             reshape=lambda x, shape: Value(_raw(x).reshape(shape)),
             split=lambda x: tuple(Value(t) for t in _raw(x).unbind(-1)),
             join=lambda a, b: Value(torch.stack((_raw(a), _raw(b)), -1)),
-            trans=lambda x: Value(_raw(x).mT),
             permute=lambda x, order: Value(_raw(x).permute(order)),
             convert_layout=lambda x, layout, assert_trivial=False: Value(_raw(x)),
             allocate_shared_memory=self.allocate,
@@ -393,12 +376,10 @@ class Simulator:
             "warpgroup_mma_wait": self.mma_wait,
             "fence_async_shared": self.pause,
             "special_reciprocal": unary(torch.reciprocal),
-            "add_pairs": lambda at, x: at.add(x),
         }
 
     def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
         """Run a kernel of a module, one program after another."""
-        arguments = {k: Address(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         simulated = self.namespace()
         worlds: dict[int, dict[str, Any]] = {}
 

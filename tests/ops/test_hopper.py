@@ -12,7 +12,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import backward as hopper_backward
-from sigattn.ops.hopper import backward_fused as hopper_fused
 from sigattn.ops.hopper import forward as hopper
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
@@ -38,18 +37,15 @@ def simulated(monkeypatch):
         simulator.run(module, kernel.fn.__name__, programs, **arguments)
         simulated.started.append(kernel.fn.__name__)
 
-    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward, hopper_fused], started=[])
+    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward], started=[])
     empty_like = torch.empty_like
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(tuning.HOPPER_CONFIGS))
-    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0})
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
-        launch_hopper,
-        "descriptor",
-        lambda t, rows, swizzled=128: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]]),
+        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]])
     )
     return simulated
 
@@ -83,7 +79,7 @@ def gradients(p, grad, dtype):
     ("config", "dtype"),
     [
         (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(128, 3, prefetch=False), torch.bfloat16),
+        (HopperConfig(128, 3), torch.bfloat16),
         (HopperConfig(64, 2, persistent=False), torch.bfloat16),
         (HopperConfig(64, 3), torch.float16),
         (HopperConfig(64, 3, sigmoid="accurate"), torch.float16),
@@ -109,30 +105,8 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
         (HopperConfig(64, 2, persistent=False), torch.bfloat16),
     ],
 )
-def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {})
-    check_backward(simulated, monkeypatch, causal, size, config, dtype)
-    assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(64, 3), torch.float16),
-        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
-    ],
-)
-def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dtype):
-    check_backward(simulated, monkeypatch, causal, size, config, dtype)
-    assert set(simulated.started) == {"hopper_bwd_fused_kernel"}
-
-
-def check_backward(simulated, monkeypatch, causal, size, config, dtype):
-    """Compare all gradients with the formula, for every order of events."""
-    for kernel in (tuning.DKDV, tuning.DQ, tuning.FUSED):
+def test_backward(simulated, monkeypatch, causal, size, config, dtype):
+    for kernel in (tuning.DKDV, tuning.DQ):
         monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: config})
     p, grad = problem_of(*size, causal, dtype)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
@@ -142,12 +116,6 @@ def check_backward(simulated, monkeypatch, causal, size, config, dtype):
             own = getattr(found, name)
             assert_as_good_as_formula(own, t, r, max(1.0, t.abs().max().item()), name)
             assert own.stride() == getattr(p, name).stride()  # as the fakes announce; these operands are dense
-
-
-def test_repeatable_gradients_come_from_two_kernels(simulated):
-    p, grad = problem_of(130, 130, True, torch.bfloat16)
-    launch.backward(p._replace(deterministic=True), grad, NeedsGrad(True, True, True))
-    launch.backward(p, grad, NeedsGrad(True, False, False))
     assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
@@ -161,11 +129,8 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     assert out.isnan().sum() == 64
 
 
-@pytest.mark.parametrize("kernels", [[tuning.FWD, tuning.DKDV, tuning.DQ], [tuning.FWD, tuning.FUSED]])
-def test_the_tables(simulated, monkeypatch, kernels):
+def test_the_tables(simulated):
     """Every configuration in the tables, at both head sizes."""
-    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
-    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if tuning.FUSED in kernels else {})
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
@@ -212,14 +177,12 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset([kernel]))
-    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if kernel == tuning.FUSED else {})
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
         truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)
         assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
         return
-    both = kernel == tuning.FUSED
-    needs = NeedsGrad(both or kernel == tuning.DQ, both or kernel == tuning.DKDV, both or kernel == tuning.DKDV)
+    needs = NeedsGrad(kernel == tuning.DQ, kernel == tuning.DKDV, kernel == tuning.DKDV)
     found = launch.backward(p, grad, needs)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
     for mine, t, r in zip(found[:3], truth, rough, strict=True):
@@ -265,10 +228,8 @@ class TestTheSimulator:
         vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
         exec(compile(source, "changed", "exec"), vars(changed))
         simulated.modules = [changed]
-        two = [tuning.DKDV, tuning.DQ]
-        kernels = {hopper: [tuning.FWD], hopper_backward: two, hopper_fused: [tuning.FUSED]}[module]
+        kernels = {hopper: [tuning.FWD], hopper_backward: [tuning.DKDV, tuning.DQ]}[module]
         monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
-        monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if module is hopper_fused else {})
         for kernel in kernels:
             monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, stages)})
         p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
@@ -281,7 +242,7 @@ class TestTheSimulator:
             count += not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
         return count
 
-    @pytest.mark.parametrize("module", [hopper, hopper_backward, hopper_fused])
+    @pytest.mark.parametrize("module", [hopper, hopper_backward])
     def test_unchanged_kernel(self, simulated, monkeypatch, module):
         assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
@@ -297,9 +258,9 @@ class TestTheSimulator:
             )
 
     def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
-        line = "            logits = warpgroup_mma_wait(0, deps=[following])\n"
+        line = "            logits = warpgroup_mma_wait(1, deps=[logits])\n"
         with pytest.raises(TypeError, match="Pending"):
-            self.wrong(simulated, monkeypatch, hopper, line, "            logits = following\n")
+            self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_queries_overwritten_before_they_were_read(self, simulated, monkeypatch):
         line = "            mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)\n"
@@ -308,22 +269,6 @@ class TestTheSimulator:
     def test_an_output_overwritten_before_it_was_written(self, simulated, monkeypatch):
         line = "        tma.store_wait(0)  # the store of the last turn has read its slot\n"
         assert self.wrong(simulated, monkeypatch, hopper, line, "")
-
-    def test_keys_released_before_their_second_use(self, simulated, monkeypatch):
-        with pytest.raises((gluon_simulator.DeadlockError, AssertionError)):
-            self.wrong(simulated, monkeypatch, hopper, ", pred=tile + 2 != tiles)", ")")
-
-    def test_ds_read_before_the_other_group_wrote_it(self, simulated, monkeypatch):
-        line = "    mbarrier.wait(ds_full.index(buffer), (step + 2) // 2 - 1 & 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
-
-    def test_ds_overwritten_before_the_other_group_read_it(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(ds_empty.index(buffer), count // 2 & 1 ^ 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
-
-    def test_keys_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
-        line = "        mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
     def test_next_keys_loaded_before_the_gradients_were_stored(self, simulated, monkeypatch):
         line = "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n"

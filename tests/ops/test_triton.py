@@ -15,7 +15,7 @@ from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, bias_tensor
-from sigattn.ops.triton import activation, kernel_args, launch, tma, tuning
+from sigattn.ops.triton import activation, kernel_args, tma, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -168,28 +168,6 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
         )
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_atomic_dq_is_the_same(monkeypatch):
-    """The kernel that adds dQ atomically, from some length on; no architecture uses it by default yet."""
-    run, atomic = launch._run, []
-    monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ATOMIC_DQ", False)) or run(*a, **kw))
-    monkeypatch.setattr(tuning, "supports_atomic_dq", lambda *_: True)  # also with the tiles of float32 on Hopper
-    if DEVICE == "cpu":
-        monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
-    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-    def gradients():
-        out = sigmoid_attention(q, k, v, is_causal=True, backend="triton")
-        return torch.autograd.grad(out.square().sum(), (q, k, v))
-
-    expected = gradients()
-    for least in (41, 40):
-        assert not any(atomic)
-        monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {kernel_args.architecture(q.device): least})
-        for a, b in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums in another order
-    assert any(atomic)
 
 
 def test_deterministic_gradient_of_a_broadcast_mask():

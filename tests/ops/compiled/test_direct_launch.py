@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, tuning
-from sigattn.ops.triton.tuning import DKDV, DQ, FUSED, FWD
+from sigattn.ops.triton.tuning import DKDV, DQ, FWD
 from tests.ops import standin_driver
 
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
@@ -24,9 +24,7 @@ KINDS = {
     "TMA": ({"right": 0}, 90, {"tma": True}),
     "head of 40": ({"d": 40}, 90, {}),
     "dK and dV apart": ({"d": 256}, 90, {}),
-    "atomic": ({}, 90, {"ATOMIC_DQ_MIN_QUERIES": {90: 0}}),
     "Gluon": ({"right": 0}, 90, {"WARP_SPECIALIZED": WARP_SPECIALIZED}),
-    "Gluon, fused": ({}, 90, {"WARP_SPECIALIZED": WARP_SPECIALIZED | {FUSED}, "ATOMIC_DQ_MIN_QUERIES": {90: 0}}),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.triton import tuning
-from sigattn.ops.triton.tuning import DKDV, DQ, FUSED, FWD
+from sigattn.ops.triton.tuning import DKDV, DQ, FWD
 from tests.ops import standin_driver
 
 in_force = tuning.kernel_config
@@ -19,8 +19,6 @@ MODES = {
     "default": {"DIRECT_LAUNCH": True},
     "TMA": {"kernel_config": lambda *given: in_force(*given)._replace(tma=True)},
     "Gluon": {"WARP_SPECIALIZED": frozenset([FWD, DKDV, DQ])},
-    "fused": {"WARP_SPECIALIZED": frozenset([FWD, FUSED]), "ATOMIC_DQ_MIN_QUERIES": {90: 0}},
-    "atomic": {"ATOMIC_DQ_MIN_QUERIES": {90: 0}},
 }
 
 

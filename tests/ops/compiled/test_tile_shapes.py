@@ -1,11 +1,10 @@
 """Tile shapes that are launched on Hopper."""
 
-import pytest
 import torch
 
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, tuning
+from sigattn.ops.triton import launch
 from tests.ops import standin_driver
 
 
@@ -15,15 +14,6 @@ def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
     with standin_driver.gpu(90, compiles=False) as launched:
         launch.backward(Problem(q, q, q, **options), g, needs or NeedsGrad())
     return {x.name: x.options for x in launched}
-
-
-@pytest.mark.parametrize(("d", "atomic"), [(64, True), (128, False)])
-def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypatch, d, atomic):
-    """Otherwise its operands would pass through registers."""
-    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0})
-    launched = launched_with(d)
-    assert atomic == launched["bwd_dkdv_kernel"].ATOMIC_DQ
-    assert ("bwd_dq_kernel" in launched) != atomic
 
 
 def test_options_that_need_registers_have_lighter_tiles():

@@ -26,9 +26,9 @@ def test_every_candidate_is_launched(monkeypatch, settings):
                 tune.try_once((config, case, candidate))
                 names = {x.name for x in launched[before:]}
                 assert names, (case, candidate)
-                assert names <= KERNELS.get(case.kernel, names), (case, candidate)
-                hopper = isinstance(candidate, tuning.HopperConfig) or candidate == tune.BOTH_GLUON
+                assert names <= KERNELS[case.kernel], (case, candidate)
+                hopper = isinstance(candidate, tuning.HopperConfig)
                 assert all(name.startswith("hopper") == hopper for name in names), (case, candidate, names)
                 seen |= names
     if settings:
-        assert "hopper_bwd_fused_kernel" in seen
+        assert seen == set().union(*KERNELS.values())

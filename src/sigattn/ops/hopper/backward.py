@@ -6,7 +6,7 @@
 and dS are in registers as the second products need them, and nothing is transposed. ``hopper_bwd_dq_kernel``: each
 has 64 queries and walks the keys. Seven products instead of five, added in a fixed order. σ runs during the product of
 dP, and dS during that of dV; the remaining gaps are filled by the other group. A program may have several tiles: the
-operands of the next one are loaded while results are stored. It has never run on a GPU.
+operands of the next one are loaded while results are stored.
 """
 
 from __future__ import annotations

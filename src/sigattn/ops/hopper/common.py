@@ -61,7 +61,6 @@ class Options(NamedTuple):
     CAUSAL: bool = False
     SIGMOID: str = "paired"
     SHIFTED: bool = False
-    PREFETCH: bool = False
     ROWS: int = 64
     REGISTERS: int = 240
 

@@ -1,15 +1,12 @@
 """Forward kernel for Hopper in Gluon, the lower level of Triton: TMA, wgmma and mbarriers, warps specialised.
 
 A producer warp loads tiles of K and V by TMA into rings in shared memory. Two consumer groups of four warps, with 64
-queries each, read them there. A group issues S of the next tile *before* σ of this one (PREFETCH), and leaves P V
-running while it computes the next weights: with sigmoid, nothing depends on the tile before but the sum, so a group
-waits only for tensor cores that are busy with its own products. While one group computes weights, the products of the
-other run. A program may have several tiles of queries: the next ones, and their keys, are loaded while an output is
-stored.
+queries each, read them there. A group leaves P V of a tile running while it computes the weights of the next one: with
+sigmoid, nothing depends on the tile before but the sum. While one group computes weights, the products of the other
+run. A program may have several tiles of queries: the next ones, and their keys, are loaded while an output is stored.
 
 It supports the plain problem: 16 bits, D = Dv of 64 or 128, b a number, full or causal. Tensors are TMA descriptors of
-(B, H, N, D): rows beyond the last are 0 when read and omitted when written. docs/speed.md has the model behind it. It
-has never run on a GPU.
+(B, H, N, D): rows beyond the last are 0 when read and omitted when written. docs/speed.md has the model behind it.
 """
 
 from __future__ import annotations
@@ -99,46 +96,26 @@ def consume(out, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.conste
         # [ROWS, D] @ [D, BLOCK] -> [ROWS, BLOCK]
         logits = warpgroup_mma(q, transposed(memory.k_ring, slot, BLOCK, D), empty, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        if OPT.PREFETCH:
-            # the last S is computed twice and the second one not used: only then is the slot of K released
-            mbarrier.arrive(memory.k_empty.index(slot), pred=tiles > 1)
-            after = count + gl.minimum(1, tiles - 1)
-            slot = after % OPT.STAGES
-            mbarrier.wait(memory.k_full.index(slot), after // OPT.STAGES & 1)
-            following = warpgroup_mma(q, transposed(memory.k_ring, slot, BLOCK, D), empty, use_acc=False, is_async=True)
-        else:
-            mbarrier.arrive(memory.k_empty.index(slot))
+        mbarrier.arrive(memory.k_empty.index(slot))
         p = weights(logits, scales, i, offs_n, full_tiles < 1, OPT)
         operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-        if OPT.PREFETCH:
-            logits = warpgroup_mma_wait(0, deps=[following])
-            mbarrier.arrive(memory.k_empty.index(slot), pred=tiles != 2)
         for tile in range(1, tiles):
-            # what is issued here runs while this group computes the weights below
-            after = count + tile
-            if OPT.PREFETCH:
-                after = count + gl.minimum(tile + 1, tiles - 1)
-            k_slot = after % OPT.STAGES
-            mbarrier.wait(memory.k_full.index(k_slot), after // OPT.STAGES & 1)
+            k_slot = (count + tile) % OPT.STAGES
+            mbarrier.wait(memory.k_full.index(k_slot), (count + tile) // OPT.STAGES & 1)
             k = transposed(memory.k_ring, k_slot, BLOCK, D)
-            following = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+            logits = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
             v_slot = (count + tile - 1) % OPT.STAGES
             mbarrier.wait(memory.v_full.index(v_slot), (count + tile - 1) // OPT.STAGES & 1)
-            # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
+            # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D], running while this group computes the weights below
             acc = warpgroup_mma(operand, memory.v_ring.index(v_slot).reshape([BLOCK, D]), acc, is_async=True)
-            if not OPT.PREFETCH:
-                logits = warpgroup_mma_wait(1, deps=[following])
-                mbarrier.arrive(memory.k_empty.index(k_slot))
+            logits = warpgroup_mma_wait(1, deps=[logits])
+            mbarrier.arrive(memory.k_empty.index(k_slot))
             p = weights(logits, scales, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
-            following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-            if OPT.PREFETCH:
-                logits, acc = warpgroup_mma_wait(0, deps=[following, acc])
-                mbarrier.arrive(memory.k_empty.index(k_slot), pred=tile + 2 != tiles)
-            else:
-                acc = warpgroup_mma_wait(0, deps=[acc])
+            next_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
+            acc = warpgroup_mma_wait(0, deps=[acc])
             acc = warpgroup_mma_init(acc)
             mbarrier.arrive(memory.v_empty.index(v_slot))
-            operand = following_operand
+            operand = next_operand
         mbarrier.arrive(memory.q_empty.index(WARP_GROUP))
         count += tiles
         v_slot = (count - 1) % OPT.STAGES

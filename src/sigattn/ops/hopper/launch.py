@@ -36,17 +36,12 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     return None
 
 
-def swizzle(kernel: str, name: str, head_dim: int) -> int:
-    """Return the bytes of a row that the swizzle of a tile spans: 128, or half a row (``backward_fused``)."""
-    return 2 * head_dim // 2 if kernel == tuning.FUSED and name in ("key", "value", "grad_key", "grad_value") else 128
-
-
-def descriptor(t: Tensor, rows: int, swizzled: int = 128) -> Any:
+def descriptor(t: Tensor, rows: int) -> Any:
     """Return a TMA descriptor of (B, H, N, D), in tiles of some rows of one head."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=16, rank=4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[-1]], layout)
 
 
@@ -79,7 +74,6 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
             CAUSAL=p.right == 0,
             SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
             SHIFTED=o.SHIFT != "none",
-            PREFETCH=config.prefetch and kernel == tuning.FWD,
         ),
         "programs": min(tiles, multiprocessors(p.query.device)) if config.persistent else tiles,
     }
@@ -116,14 +110,11 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:
 
 def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
     """Return arguments that all backward kernels have."""
-    p, d = prepared.problem, prepared.shape.d
+    p = prepared.problem
     loaded_once = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
-    block = tuning.HOPPER_CONFIGS[kernel][d].block
-    described = {
-        name: descriptor(t, 64 if name in loaded_once else block, swizzle(kernel, name, d))
-        for name, t in tensors.items()
-    }
+    block = tuning.HOPPER_CONFIGS[kernel][prepared.shape.d].block
+    described = {name: descriptor(t, 64 if name in loaded_once else block) for name, t in tensors.items()}
     return {**described, **_shared(prepared, kernel, p.scale_value)}
 
 
@@ -131,36 +122,16 @@ def dkdv(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of key and value, (B, Hkv, M, D)."""
     from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel
 
-    return _dkdv(prepared, grad_out, hopper_bwd_dkdv_kernel, tuning.DKDV)
-
-
-def _dkdv(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
-    p, d = prepared.problem, prepared.shape.d
+    p = prepared.problem
     grad_key, grad_value = torch.empty_like(p.key), torch.empty_like(p.value)
     run(
         prepared,
-        kernel,
-        **_backward(prepared, grad_out, name),
-        grad_key=descriptor(grad_key, 64, swizzle(name, "grad_key", d)),
-        grad_value=descriptor(grad_value, 64, swizzle(name, "grad_value", d)),
-        **more,
+        hopper_bwd_dkdv_kernel,
+        **_backward(prepared, grad_out, tuning.DKDV),
+        grad_key=descriptor(grad_key, 64),
+        grad_value=descriptor(grad_value, 64),
     )
     return grad_key, grad_value
-
-
-def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; that of query is added in an order that differs between runs."""
-    from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
-
-    p, s = prepared.problem, prepared.shape
-    block = tuning.HOPPER_CONFIGS[tuning.FUSED][s.d].block
-    padded = -(-s.n // block) * block
-    sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=p.query.device)
-    grad_key, grad_value = _dkdv(prepared, grad_out, hopper_bwd_fused_kernel, tuning.FUSED, grad_query=sums)
-    factor = p.scale_value * 2.0 ** -min(prepared.arguments["bias"].shift, 7.0)
-    grad_query = torch.empty_like(p.query)
-    torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass
-    return grad_query, grad_key, grad_value
 
 
 def dq(prepared: Launch, grad_out: Tensor) -> Tensor:

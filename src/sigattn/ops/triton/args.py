@@ -107,7 +107,6 @@ class Options(NamedTuple):
         TMA: True if query, key, value and grad_out are TMA descriptors.
         WGMMA: True on Hopper.
         UNIT: divisor of all strides of rows that the compiler cannot find out, or 1.
-        ATOMIC_DQ: add dQ in the kernel of dK and dV.
         NEED_MASK: gradient of the mask: "none", "stored" (each entry has one writer) or "added" (atomically, because
             the mask is broadcast; along queries with SUM_ROWS, along keys with SUM_COLUMNS).
         LEFT_PADDING, QUERY_ENDS, TABLE: arguments of a cache that the call has.
@@ -135,7 +134,6 @@ class Options(NamedTuple):
     TMA: bool = False
     WGMMA: bool = False
     UNIT: int = 1
-    ATOMIC_DQ: bool = False
     NEED_MASK: str = "none"
     SUM_ROWS: bool = False
     SUM_COLUMNS: bool = False

@@ -7,7 +7,7 @@ With a soft cap, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and 
 ``bwd_dkdv_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles are
 (keys, queries), so that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of queries
 and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, so results repeat
-bitwise. With ``ATOMIC_DQ`` the first kernel adds dQ too, atomically: five products instead of seven, in no fixed order.
+bitwise. That is seven products; five, with dQ added atomically by the first kernel, took longer on an H100.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from sigattn.ops.triton.tile import (
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
 def bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_query, grad_key, grad_value,
-    q_strides, k_strides, v_strides, o_strides, gq_strides, gk_strides, gv_strides,
+    query, key, value, grad_out, grad_key, grad_value,
+    q_strides, k_strides, v_strides, o_strides, gk_strides, gv_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys of one key head; args.py describes the arguments.
 
-    grad_key, grad_value: None if not needed. grad_query: float32, with ATOMIC_DQ, else None.
+    grad_key, grad_value: None if not needed.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -129,23 +129,15 @@ def bwd_dkdv_kernel(
                 if grad_value is not None:
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, DV] -> [BLOCK_N, DV]; rows beyond the last have dO = 0
                     acc_v = dot(cast(dropped, do.dtype), do, acc_v, OPT)
-                if grad_key is not None or OPT.ATOMIC_DQ:
+                if grad_key is not None:
                     dp = dot(v, tl.trans(do), None, OPT)  # [BLOCK_N, DV] @ [DV, BLOCK_M] -> [BLOCK_N, BLOCK_M]
                     if OPT.DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
                     ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none")
                     if OPT.SOFTCAP:
                         ds = ds * tanh_slope(logits)
-                    ds = cast(ds, q.dtype)
-                    if grad_key is not None:
-                        acc_k = dot(ds, q, acc_k, OPT)  # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
-                    if OPT.ATOMIC_DQ:
-                        dq = dot(tl.trans(ds), k, None, OPT)  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, D] -> [BLOCK_M, D]
-                        offs_d = tl.arange(0, tile_width(OPT.D))[None, :]
-                        pointers = grad_query + b * gq_strides.b + h * gq_strides.h + q_start * gq_strides.n
-                        pointers += offs_m[:, None].to(tl.int64) * gq_strides.n + offs_d * gq_strides.d
-                        inside = in_bounds(offs_m[:, None], offs_d, sizes.len_q, OPT.D)
-                        tl.atomic_add(pointers, dq * (scales.logit * grad_unit), mask=inside, sem="relaxed")
+                    # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
+                    acc_k = dot(cast(ds, q.dtype), q, acc_k, OPT)
     if grad_key is not None:
         gk_strides = aligned(gk_strides, OPT)
         grad_key += b * gk_strides.b + h_kv * gk_strides.h + k_start * gk_strides.n

@@ -106,22 +106,10 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradie
         "scales": launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale)),
     }
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
-    architecture = kernel_args.architecture(p.query.device)
-    min_queries = tuning.ATOMIC_DQ_MIN_QUERIES.get(architecture)
-    atomic = min_queries is not None and s.n >= min_queries and needs_grad.query and not (sums or p.deterministic)
-    if atomic and all(needs_grad[:3]) and (hopper := _hopper(launch, tuning.FUSED, grad_out)) is not None:
-        query, key, value = hopper.fused(launch, grad_out)
-        return Gradients(query, key, value, None, None, None)
-    atomic = atomic and tuning.supports_atomic_dq(launch.config(tuning.DKDV), architecture)
-    query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
-    both = needs_grad.key and needs_grad.value and query is None
-    if both and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
+    if needs_grad.key and needs_grad.value and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
         key, value = hopper.dkdv(launch, grad_out)
     else:
-        key, value = _dkdv(launch, needs_grad, query)
-    if query is not None:
-        launch.launches.clear()  # a call from the cache would add to memory that is not zero
-        return Gradients(query.to(p.query.dtype), key, value, None, None, None)
+        key, value = _dkdv(launch, needs_grad)
     if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
         return Gradients(hopper.dq(launch, grad_out), key, value, None, None, None)
     query, bias, mask, slopes = _dq(launch, needs_grad)
@@ -137,30 +125,27 @@ def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
     return hopper if hopper.unavailable(launch, grad_out) is None else None
 
 
-def _dkdv(launch: Launch, needs_grad: NeedsGrad, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return dK and dV, and add dQ to ``query`` unless that is None."""
+def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None]:
+    """Return dK and dV."""
     p, s = launch.problem, launch.shape
     o = launch.options
     new = torch.zeros_like if o.VARLEN or o.LENGTHS else torch.empty_like  # keys of no sequence have gradient 0
     key, value = new(p.key) if needs_grad.key else None, new(p.value) if needs_grad.value else None
-    if key is None and value is None and query is None:
+    if key is None and value is None:
         return None, None
-    parts = [(key, value, query)]
+    parts = [(key, value)]
     if launch.config(tuning.DKDV).split_dkdv and key is not None and value is not None:
-        parts = [(key, None, query), (None, value, None)]
-    for k, v, q in parts:
+        parts = [(key, None), (None, value)]
+    for k, v in parts:
         _run(
             bwd_dkdv_kernel,
             launch,
             tuning.DKDV,
             lambda config: triton.cdiv(s.m, config.block_n) * s.batch * s.kv_heads,
-            grad_query=q,
             grad_key=k,
             grad_value=v,
-            gq_strides=None if q is None else s.strides(q),
             gk_strides=None if k is None else s.strides(k),
             gv_strides=None if v is None else s.strides(v),
-            ATOMIC_DQ=q is not None,
         )
     return key, value
 

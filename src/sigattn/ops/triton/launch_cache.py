@@ -121,7 +121,7 @@ def cache_key(problem: Problem | VarlenProblem, *others: Tensor) -> Hashable:
     # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
     tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *others))
     numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
-    tables = (tuning.kernel_config, tuple(tuning.ATOMIC_DQ_MIN_QUERIES.items()), tuning.WARP_SPECIALIZED)
+    tables = (tuning.kernel_config, tuning.WARP_SPECIALIZED)
     hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)
     precision = None
     if q.dtype is torch.float32:

@@ -43,7 +43,6 @@ class HopperConfig(NamedTuple):
 
     Attributes:
         block: rows of the tiles that are walked. stages: such tiles in flight.
-        prefetch: issue S of the next tile before σ of this one (forward only).
         sigmoid: as in ``Config``.
         persistent: launch as many programs as multiprocessors, each with several tiles, so that the first operands of
             the next tile are loaded while the results of this one are stored.
@@ -51,13 +50,11 @@ class HopperConfig(NamedTuple):
 
     block: int
     stages: int
-    prefetch: bool = True
     sigmoid: str = "paired"
     persistent: bool = True
 
 
 FWD, DKDV, DQ, DECODE = "fwd", "dkdv", "dq", "decode"
-FUSED = "fused"  # the whole backward in one kernel
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -132,11 +129,6 @@ _AMD = _table("""
     dq   64x64/4/1   64x64/4/1   64x64/4/1   64x32/4/1   32x16/4/1
 """)
 
-# Add dQ atomically in the dkdv kernel: five products instead of seven, but in no fixed order. By architecture, the
-# number of queries from which on that is done. It was not measured on any, so it is off by default. On Hopper the
-# Gluon kernel does it where it is in WARP_SPECIALIZED and supports the problem.
-ATOMIC_DQ_MIN_QUERIES: Mapping[int, int] = MappingProxyType({})
-
 DIRECT_LAUNCH_VERSIONS = (
     (3, 6),
     (3, 7),
@@ -157,14 +149,12 @@ DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 # Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
 SHRINK_TILES = True
 
-# The warp-specialised kernels (docs/speed.md), by head size; FUSED is used from ATOMIC_DQ_MIN_QUERIES on. They were
-# compiled and simulated, never run. Those named in WARP_SPECIALIZED are used for the problems that they support: none,
-# until ``benchmarks/gpu.sh`` has shown them to be right and faster.
+# The warp-specialised kernels (docs/speed.md), by head size. Those named in WARP_SPECIALIZED are used for the problems
+# that they support: none, until ``benchmarks/gpu.sh`` has shown them to be right and faster.
 HOPPER_CONFIGS: dict[str, dict[int, HopperConfig]] = {
-    FWD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, prefetch=False)},
+    FWD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2)},
     DKDV: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     DQ: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
-    FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 3)},
 }
 WARP_SPECIALIZED: frozenset[str] = frozenset()
 
@@ -183,15 +173,6 @@ def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) 
     return table[kernel, padded_head_dim(head_dim)]
 
 
-def supports_atomic_dq(config: Config, architecture: int) -> bool:
-    """Return True if the dkdv kernel may add dQ: on Hopper, its product for dQ has to be one for wgmma.
-
-    With fewer than 64 queries that product moves its operands through registers: at D = 128 the kernel takes 37 to 44
-    instructions a score.
-    """
-    return architecture != 90 or config.block_m >= 64
-
-
 def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
     """Return the tile shape of the decoding kernel, for a number of rows (queries of a group of heads).
 
@@ -206,9 +187,8 @@ def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
 
 
 # Tile shapes to measure on a Hopper GPU, with the paired form of σ. They were chosen by what the compiler makes of them
-# (``python -m benchmarks static``): asynchronous products, no spills in plain calls (all of FUSED at 128 spill), and
-# either several programs on a multiprocessor or few instructions per score. FUSED has at least 64 queries
-# (``supports_atomic_dq``).
+# (``python -m benchmarks static``): asynchronous products, no spills in plain calls, and either several programs on a
+# multiprocessor or few instructions per score.
 _CANDIDATES: dict[tuple[str, int], str] = {
     (FWD, 64): (
         "128x64/8/3 128x64/4/2+tma 64x128/4/2+tma 128x64/4/2 128x64/8/3+tma "
@@ -224,9 +204,6 @@ _CANDIDATES: dict[tuple[str, int], str] = {
     (DQ, 64): "128x64/8/3 128x64/8/2+tma 64x64/4/2+tma 64x128/4/2+tma 64x64/4/3 64x128/4/2",
     (DQ, 128): "64x64/4/2 64x64/4/2+tma 128x64/8/2+tma 128x64/8/3 64x32/4/2+tma 64x32/4/2",
     (DQ, 256): "128x32/8/2 128x32/8/2+tma 64x32/4/2+tma",
-    (FUSED, 64): "64x64/4/2+tma 64x64/4/3 64x128/8/2+tma 64x128/8/3",
-    (FUSED, 128): "64x128/8/2+tma 64x64/4/2+tma",
-    (FUSED, 256): "",
 }
 
 
@@ -244,13 +221,7 @@ def hopper_candidates(kernel: str, head_dim: int) -> list[HopperConfig]:
     default = HOPPER_CONFIGS[kernel].get(head_dim)
     if default is None:
         return []
-    blocks = (64,) if kernel == FUSED else (64, 128)
-    configs = [
-        HopperConfig(block, stages, prefetch)
-        for prefetch in ((True, False) if kernel == FWD else (True,))
-        for block in blocks
-        for stages in (2, 3)
-    ]
+    configs = [HopperConfig(block, stages) for block in (64, 128) for stages in (2, 3)]
     configs += [default._replace(persistent=False), default._replace(sigmoid="accurate")]
     return [config for config in configs if _fits(kernel, head_dim, config)]
 
@@ -259,9 +230,6 @@ def _fits(kernel: str, head_dim: int, config: HopperConfig) -> bool:
     """Return True if registers and shared memory suffice, according to the compiler."""
     resident = 4 * 64  # rows of two tensors for two groups
     walked = 2 * config.stages * config.block
-    gradients = 2 * 128 * config.block if kernel == FUSED else 0
-    if 2 * ((resident + walked) * head_dim + gradients) > 226 * 1024:
+    if 2 * (resident + walked) * head_dim > 226 * 1024:
         return False
-    if kernel == FWD:
-        return config.block == 64 or not (config.prefetch and head_dim > 64)
-    return config.block * head_dim <= (4096 if kernel == DKDV and head_dim == 64 else 8192)
+    return kernel == FWD or config.block * head_dim <= (4096 if kernel == DKDV and head_dim == 64 else 8192)
