@@ -1,36 +1,52 @@
 """Training on 2 and 4 processes gives the results of one process, and resumes with another number of processes."""
 
-import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from sigattn.models.saving import load
-from sigattn.train import metrics
+from sigattn.train import checkpoint, metrics
+from sigattn.train.folder_lock import lock_folder
 from tests.distributed import worker
+from tests.distributed.processes import launch
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
-PARALLELISM = {
-    "ddp": {"parallel": "ddp"},
-    "fsdp": {"parallel": "fsdp"},
-    "accumulated": {"parallel": "ddp", "grad_accum_steps": 2},
-    "accumulated-fsdp": {"parallel": "fsdp", "grad_accum_steps": 2},
-    "tensor": {"tensor_parallel": 2},
-    "context": {"context_parallel": 2},
-    "context-fsdp": {"context_parallel": 2, "parallel": "fsdp", "context_strategy": "gather"},
+
+CLOSELY = {"statistics_every": 2, "batch_size": 7}
+WHOLE_WEIGHTS = 'needs the whole weights on each process: set parallel="ddp"'
+REFUSED = {  # name: task, settings, message
+    "2-vision-context": (
+        "vision",
+        {"training": {"context_parallel": 2}},
+        "context_parallel supports language models with sigmoid attention only, got ViTConfig(",
+    ),
+    "2-average-fsdp": ("language", {"training": {"parallel": "fsdp", "ema": 0.9}}, WHOLE_WEIGHTS),
+    "2-average-tensor": ("language", {"training": {"tensor_parallel": 2, "ema": 0.9}}, WHOLE_WEIGHTS),
+    "2-odd": (
+        "language",
+        {"training": {"tensor_parallel": 2}, "model": {"mlp_dim": 33}},
+        "tensor_parallel=2 is not possible: 33 hidden features do",
+    ),
+    "2-one-key-head": (
+        "language",
+        {"training": {"tensor_parallel": 2}, "model": {"num_kv_heads": 1}},
+        "tensor_parallel=2 is not possible: 4 heads and 1 key heads do",
+    ),
+    "2-contrast-tensor": (
+        "contrast",
+        {"training": {"tensor_parallel": 2}},
+        "SimCLR does not support tensor_parallel=2",
+    ),
+    "2-few": (
+        "language",
+        {"training": {"batch_size": 1}},
+        "batch_size=1 leaves some of the 2 processes without a sample",
+    ),
+    "4-uneven": ("language", {"training": {"tensor_parallel": 3}}, "tensor_parallel=3 does not divide the 4 processes"),
 }
-
-
-def launch(processes, jobs):
-    """Run the jobs under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
-    command += [str(Path(worker.__file__)), json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def rows(folder):
@@ -54,80 +70,75 @@ def runs(tmp_path_factory):
     """Train all runs of 1, 2 and 4 processes, in as few launches as possible."""
     root = tmp_path_factory.mktemp("runs")
 
+    def train(processes, jobs):
+        said, codes = launch(processes, root, worker.run, jobs)
+        assert codes == [0] * processes, said
+
     def job(name, kind="language", **more):
         return {"folder": str(root / name), "kind": kind, **more}
 
-    closely = {"statistics_every": 2, "batch_size": 7}
-    worker.run([job("one-closely", training=closely)])
+    worker.run([job("one-closely", training=CLOSELY)])
     worker.run(
         [job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "vision", "contrast", "teacher")]
     )
-    shared = [job(f"2-{way}", training=training) for way, training in PARALLELISM.items()]
-    shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
-    again = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
-    shared += [job("2-rope-context", "rope", training=again)]
-    shared += [job("2-closely", training={**closely, "parallel": "fsdp", "grad_accum_steps": 2})]
-    shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
-    shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
-    shared += [
-        job("2-placeholder", "placeholder"),
-        job("2-placeholder-fsdp", "placeholder", training=PARALLELISM["accumulated-fsdp"]),
-    ]
-    shared += [job("2-documents", "documents")]
-    shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
-    shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
-    half = {"parallel": "fsdp", "precision": "bfloat16"}
-    shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
-    bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
+    fsdp, accumulated = {"parallel": "fsdp"}, {"parallel": "ddp", "grad_accum_steps": 2}
+    half = {**fsdp, "precision": "bfloat16"}
     probed = {"precision": "bfloat16", "statistics_every": 1}
-    shared += [job(f"2-half-bias-{n}", training={**probed, "parallel": n}, model=bias) for n in ("ddp", "fsdp")]
-    shared += [job("2-half-query", training=half, model={"learn_bias": "query", "attention_bias": -5.0})]
-    shared += [job(f"2-average-{n}", training={**PARALLELISM[n], "ema": 0.9}) for n in ("fsdp", "tensor")]
-    shared += [job("2-odd", training={"tensor_parallel": 2}, model={"mlp_dim": 33})]
-    shared += [job("2-one-key-head", training={"tensor_parallel": 2}, model={"num_kv_heads": 1})]
-    shared += [
-        job("2-few", training={"batch_size": 1}),
-        job("2-contrast-tensor", "contrast", training={"tensor_parallel": 2}),
+    bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
+    gathered = {**fsdp, "context_parallel": 2, "context_strategy": "gather"}
+    recomputed = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
+    two = [
+        job("2-accumulated", training=accumulated),
+        job("2-gathered", training=gathered),
+        job("2-rope-tensor", "rope", training={"tensor_parallel": 2}),
+        job("2-rope-context", "rope", training=recomputed),
+        job("2-closely", training={**CLOSELY, **accumulated, **fsdp}),
+        job("2-vision-fsdp", "vision", training=fsdp),
+        job("2-placeholder", "placeholder", training={**accumulated, **fsdp}),
+        job("2-documents", "documents"),
+        job("2-contrast", "contrast"),
+        job("2-teacher", "teacher", training=fsdp),
+        job("2-half-rope", "rope", training=half),
+        job("2-half-bias-ddp", training={**probed, "parallel": "ddp"}, model=bias),
+        job("2-half-bias-fsdp", training={**probed, **fsdp}, model=bias),
+        job("2-half-query", training=half, model={"learn_bias": "query", "attention_bias": -5.0}),
+        *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("2-")),
+        job("in-use"),
+        job("stopped", terminate=[1, 1], training=fsdp),
+        job("resumed", stop_after=1),
     ]
-    launch(2, [*shared, job("resumed", stop_after=1)])
-    mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
-    four = [job("4-ddp", training=PARALLELISM["ddp"])]
-    four += [job("4-mixed", training=mixed), job("4-uneven", training={"tensor_parallel": 3})]
-    four += [job("4-context", training={"context_parallel": 2, "parallel": "fsdp"})]
-    four += [job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2})]
-    four += [job("resumed", resume=True, stop_after=3, training={"parallel": "fsdp"})]
-    launch(4, four)
-    worker.run([job("resumed", resume=True)])
+    with lock_folder(root / "in-use"):
+        train(2, two)
+    four = [
+        job("4-mixed", training={"tensor_parallel": 2, **fsdp}),
+        job("4-context", training={"context_parallel": 2, **fsdp}),
+        job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2}),
+        *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("4-")),
+        job("resumed", resume=True, stop_after=3, training=fsdp),
+    ]
+    train(4, four)
     return root
 
 
-@pytest.mark.parametrize("way", PARALLELISM)
-def test_two_processes(runs, way):
-    same(runs / f"2-{way}", runs / "one-language")
-
-
-@pytest.mark.parametrize("run", ["placeholder", "placeholder-fsdp"])
-def test_process_without_samples_does_not_count(runs, run):
-    same(runs / f"2-{run}", runs / "one-language")
-
-
-def test_processes_are_weighted_by_their_targets(runs):
-    same(runs / "2-documents", runs / "one-documents")
-
-
-@pytest.mark.parametrize("way", ["tensor", "context"])
-def test_rope_and_hybrid_norm(runs, way):
-    same(runs / f"2-rope-{way}", runs / "one-rope")
-
-
-def test_vision_transformer(runs):
-    same(runs / "2-vision-fsdp", runs / "one-vision")
-
-
-@pytest.mark.parametrize("run", ["contrast", "contrast-fsdp", "teacher", "teacher-fsdp"])
-def test_contrastive_losses_use_samples_of_all_processes(runs, run):
-    """InfoNCE over the gathered batch, and batch norm over all samples, with their gradients; and BYOL's teacher."""
-    same(runs / f"2-{run}", runs / f"one-{run.removesuffix('-fsdp')}")
+@pytest.mark.parametrize(
+    ("run", "whole"),
+    [
+        ("2-accumulated", "language"),
+        ("2-gathered", "language"),
+        ("2-rope-tensor", "rope"),
+        ("2-rope-context", "rope"),
+        ("2-vision-fsdp", "vision"),
+        ("2-placeholder", "language"),  # a process without samples does not count
+        ("2-documents", "documents"),  # processes are weighted by their targets
+        ("2-contrast", "contrast"),  # InfoNCE over the gathered batch, and batch norm over all samples
+        ("2-teacher", "teacher"),
+        ("4-mixed", "language"),
+        ("4-context", "language"),
+        ("4-context-tensor", "language"),
+    ],
+)
+def test_several_processes_train_as_one(runs, run, whole):
+    same(runs / run, runs / f"one-{whole}")
 
 
 def test_statistics_of_all_processes(runs):
@@ -135,13 +146,13 @@ def test_statistics_of_all_processes(runs):
     assert "row_mass" in rows(runs / "2-closely")[2]
 
 
-@pytest.mark.parametrize("kind", ["vision", "rope"])
-def test_half_precision_is_close(runs, kind):
+def test_half_precision_is_close(runs):
     """Weights gathered in bfloat16, gradients added in float32."""
-    for a, b in zip(rows(runs / f"2-half-{kind}"), rows(runs / f"one-{kind}"), strict=True):
+    half, single = rows(runs / "2-half-rope"), rows(runs / "one-rope")
+    for a, b in zip(half, single, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=0.1)
-    assert rows(runs / f"2-half-{kind}")[0]["loss"] != rows(runs / f"one-{kind}")[0]["loss"]
+    assert half[0]["loss"] != single[0]["loss"]
 
 
 def test_biases_keep_their_precision(runs):
@@ -151,28 +162,27 @@ def test_biases_keep_their_precision(runs):
     assert len(rows(runs / "2-half-query")) == 5  # the layer's bias that is no bias of logits
 
 
-@pytest.mark.parametrize("way", ["ddp", "mixed", "context", "context-tensor"])
-def test_four_processes(runs, way):
-    same(runs / f"4-{way}", runs / "one-language")
-
-
 def test_resume_with_another_number_of_processes(runs):
+    """Two processes, then four, then one."""
+    worker.run([{"folder": str(runs / "resumed"), "kind": "language", "resume": True}])
     same(runs / "resumed", runs / "one-language")
 
 
-def test_unsupported_context_parallelism_raises(runs):
-    message = "context_parallel supports language models with sigmoid attention only, got ViTConfig("
-    assert message in (runs / "2-vision-context" / "error").read_text()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_raises(runs, name):
+    assert REFUSED[name][-1] in (runs / name / "error").read_text()
 
 
-def test_unsupported_tensor_parallelism_raises(runs):
-    assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
-    assert "SimCLR does not support tensor_parallel=2" in (runs / "2-contrast-tensor" / "error").read_text()
-    for name in ("2-average-fsdp", "2-average-tensor"):
-        assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / name / "error").read_text()
-    for name, reason in (("2-odd", "33 hidden features do"), ("2-one-key-head", "4 heads and 1 key heads do")):
-        assert f"tensor_parallel=2 is not possible: {reason}" in (runs / name / "error").read_text()
+def test_a_folder_in_use_stops_all_processes(runs):
+    assert "another process or thread is writing into" in (runs / "in-use" / "error-0").read_text()
+    assert "the main process cannot write into" in (runs / "in-use" / "error-1").read_text()
+    assert not (runs / "in-use" / "checkpoints").exists()
 
 
-def test_fewer_samples_than_processes_raise(runs):
-    assert "batch_size=1 leaves some of the 2 processes without a sample" in (runs / "2-few" / "error").read_text()
+def test_sigterm_to_one_process_stops_all_after_the_same_step(runs):
+    for rank in range(2):
+        text = (runs / "stopped" / f"stopped-{rank}").read_text()
+        assert text.startswith(f"{int(signal.SIGTERM)} stopped after 2 of 5 steps")
+    assert [p.name for p in checkpoint.list_checkpoints(runs / "stopped" / "checkpoints")] == ["step-00000002"]
+    for ours, theirs in zip(rows(runs / "stopped"), rows(runs / "one-language")[:2], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)

@@ -1,12 +1,7 @@
-"""Run by torchrun: trains small models as a list of jobs says, one after another, in one group of processes.
-
-torchrun --nproc-per-node=2 worker.py '[{"folder": "…", "kind": "language", "training": {"parallel": "fsdp"}}]'
-"""
+"""Small models trained as a list of jobs says, one after another, in one group of processes."""
 
 import functools
-import json
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +78,7 @@ def terminated(data, at, rank):
 
 
 def run(jobs):
-    """All jobs."""
+    """Train as each job says: {"folder": …, "kind": "language", "training": {"parallel": "fsdp"}}."""
     torch.set_num_threads(1)
     for job in jobs:
         task, model, data = setting(job["kind"])
@@ -103,9 +98,3 @@ def run(jobs):
             Path(job["folder"]).mkdir(parents=True, exist_ok=True)
             name = f"error-{torch.distributed.get_rank()}" if isinstance(error, FolderInUseError) else "error"
             (Path(job["folder"]) / name).write_text(str(error))
-
-
-if __name__ == "__main__":
-    run(json.loads(sys.argv[1]))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Train in child processes that are killed while they write checkpoints, until one ends. Arguments: folder, seed."""
+"""Train in child processes that are killed while they write checkpoints, until one ends. Arguments: folders, seed."""
 
 import os
 import random
@@ -44,14 +44,15 @@ def die_within(save, after, delay):
     return saving
 
 
-def main(folder, seed):
-    """Five kills, then to the end; prints what each found whole when it began."""
+def main(whole, folder, seed):
+    """Train once without a kill; then with five, to the end. Prints what each found whole when it began."""
     torch.set_num_threads(1)
+    train(whole)  # first, so that what it imports and compiles is there in each child
     chance = random.Random(seed)
     kills = 0
     while kills < 5:
-        whole = [p.name for p in checkpoint.list_checkpoints(Path(folder) / "checkpoints")]
-        print(whole[-1] if whole else "none", flush=True)
+        complete = [p.name for p in checkpoint.list_checkpoints(Path(folder) / "checkpoints")]
+        print(complete[-1] if complete else "none", flush=True)
         pid = os.fork()
         if pid == 0:
             checkpoint.save = die_within(checkpoint.save, 1 + chance.randrange(2), chance.uniform(0, 0.03))
@@ -68,4 +69,4 @@ def main(folder, seed):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
