@@ -52,9 +52,9 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
     assert "holds a model with activation='sigmoid': only softmax is converted" in message
 
 
-@pytest.mark.parametrize("distil", [[], ["--distil", "1", "--distil-layers", "1"]])
-def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
-    steps = ["convert", str(run), "--steps", "4", "--batches", "2", "--refine-steps", "2", *distil]
+def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkeypatch):
+    steps = ["convert", str(run), "--steps", "4", "--batches", "2", "--refine-steps", "2"]
+    steps += ["--distil", "1", "--distil-layers", "1"]
     cli.main([*steps, "--folder", str(tmp_path / "whole"), "--resume"])
     assert f"nothing to resume in {tmp_path / 'whole'}: starting" in capsys.readouterr().out
 
@@ -70,18 +70,18 @@ def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
             cli.main([*steps, "--folder", str(tmp_path / "parts")])
     assert stopped.value.code == 130
     assert "stopped after 2 of 4 steps" in capsys.readouterr().out
-    if distil:  # another loss, without that of the layers
-        code, message = failure([*steps[:-2], "--folder", str(tmp_path / "parts"), "--resume"], capsys)
-        assert code == 1
-        assert "task" in message
+    # another loss, without that of the layers
+    code, message = failure([*steps[:-2], "--folder", str(tmp_path / "parts"), "--resume"], capsys)
+    assert code == 1
+    assert "task" in message
     cli.main([*steps, "--folder", str(tmp_path / "parts"), "--resume"])
     whole, parts = (saving.load(tmp_path / name / "model").state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     rows = metrics.read_metrics(tmp_path / "parts" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    if distil:  # the divergence is added
-        cli.main(["convert", str(run), "--steps", "1", *steps[4:8], "--folder", str(tmp_path / "plain")])
-        assert rows[0]["loss"] > metrics.read_metrics(tmp_path / "plain" / "metrics.jsonl")[0]["loss"]
+    cli.main(["convert", str(run), "--steps", "1", *steps[4:8], "--folder", str(tmp_path / "plain")])
+    plain = metrics.read_metrics(tmp_path / "plain" / "metrics.jsonl")
+    assert rows[0]["loss"] > plain[0]["loss"]  # the divergence is added
 
 
 def test_a_model_folder_without_a_run(tmp_path, capsys):
@@ -112,11 +112,11 @@ def test_a_folder_of_transformers_is_refused_by_name(tmp_path, capsys):
     assert "load it in Python with transformers; sigattn.convert converts it there" in message
 
 
-@pytest.mark.parametrize("option", [["--distil", "1"], ["--learning-rate", "5"], ["--resume"]], ids="".join)
-def test_options_of_the_fine_tuning_need_steps(tmp_path, capsys, option):
-    code, message = failure(["convert", str(tmp_path), *option], capsys)
-    assert code == 2
-    assert "applies to the fine-tuning only: pass steps too (--steps)" in message
+def test_options_of_the_fine_tuning_need_steps(tmp_path, capsys):
+    for option in (["--distil", "1"], ["--learning-rate", "5"], ["--resume"]):
+        code, message = failure(["convert", str(tmp_path), *option], capsys)
+        assert code == 2
+        assert "applies to the fine-tuning only: pass steps too (--steps)" in message
 
 
 def contents(folder):
@@ -128,16 +128,8 @@ def test_a_converted_model_is_not_overwritten(tmp_path, capsys, steps):
     model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
     saving.save(model, tmp_path / "model")
     folder = tmp_path / "new"
-    arguments = [
-        "convert",
-        str(tmp_path / "model"),
-        "--folder",
-        str(folder),
-        "--batch-size",
-        "2",
-        "--refine-steps",
-        "0",
-    ]
+    arguments = ["convert", str(tmp_path / "model"), "--folder", str(folder), "--batch-size", "2"]
+    arguments += ["--refine-steps", "0"]
     cli.main([*arguments, "--batches", "2", "--steps", steps])
     before = contents(folder)
     capsys.readouterr()

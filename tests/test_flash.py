@@ -211,9 +211,17 @@ def test_packed_sequences_match_the_formula(backend, way, case):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("n", "m"), [(9, 9), (5, 40), (40, 5), (33, 64), (1, 17)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("window", "softcap"), [((-1, -1), 1.5), ((7, 3), 0.0)])
+@pytest.mark.parametrize(
+    ("n", "m", "causal", "window", "softcap"),
+    [
+        (9, 9, True, (7, 3), 0.0),
+        (5, 40, False, (7, 3), 0.0),
+        (5, 40, True, (-1, -1), 1.5),
+        (40, 5, True, (7, 3), 1.5),
+        (33, 64, True, (7, 3), 0.0),
+        (1, 17, False, (-1, -1), 1.5),
+    ],
+)
 def test_dense_alignment(backend, n, m, causal, window, softcap):
     """The last query is aligned with the last key (causality, windows, ALiBi); gradients too. ALiBi is not capped."""
     device = device_of(backend)

@@ -57,17 +57,7 @@ def mistake(arguments, code, message, capsys, main=cli.main):
 
 SETTINGS = [
     (["train", *TINY, "--model.embed-dim", "0"], "embed_dim must be at least 1, got 0"),
-    (["train", *TINY, "--model.mlp-dim", "0"], "mlp_dim must be at least 1, got 0"),
-    (["train", *TINY, "--model.num-layers", "-1"], "num_layers must be at least 1, got -1"),
-    (["train", *TINY, "--model.attention-bias", "inf"], "attention_bias must be a finite number, got inf"),
-    (["train", *TINY, "--training.max-grad-norm", "-1"], "max_grad_norm must be a finite number above 0, got -1.0"),
-    (
-        ["train", *TINY, "--training.learning-rate", "nan"],
-        "learning_rate must be a finite number of at least 0, got nan",
-    ),
     (["train", *TINY, "--folder", ""], "a path is empty (''): name a file or folder; the current folder is '.'"),
-    (["train", *TINY, "--folder="], "a path is empty ('')"),
-    (["evaluate", ""], "a path is empty ('')"),
     (["demo", "--run-folder", ""], "a path is empty ('')"),
     (["train", *TINY, "--model.attention-bias", "log_sample"], "'log_sample' is -log of each sample's length, which "),
     (["train", *TINY, "--task.end-token", "256"], "end_token must be below the vocabulary of 256, got 256"),
@@ -79,8 +69,6 @@ SETTINGS = [
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
     (["demo", "--log-attention-every", "5"], "log_attention_every must be 1"),
-    (["demo", "--max-steps", "-1"], "max_steps must be at least 1, got -1"),
-    (["theory", "--limit", "-1"], "limit must be at least 4, got -1"),
     (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
@@ -111,11 +99,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
-        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
-        (["--top-k", "0"], "top_k must be at least 1, got 0"),
-        (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
-        (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--prompt", ""], "--prompt is empty: give the text to continue"),
     ],
 )
@@ -256,16 +240,15 @@ def test_tokens_beyond_the_vocabulary(token, corpus):
         ("a.parquet", {"words": ["one"]}, 'no column "text"'),
     ],
 )
-@pytest.mark.parametrize("command", ["tokenizer", "pack"])
-def test_corpora(name, content, message, command, corpus, capsys):
+def test_corpora(name, content, message, corpus, capsys):
     if name.endswith("parquet"):
         parquet = pytest.importorskip("pyarrow.parquet")
     if isinstance(content, dict):
         parquet.write_table(pytest.importorskip("pyarrow").table(content), corpus / name)
     else:
         (corpus / name).write_bytes(content)
-    tokenizer = ["--tokenizer", corpus / "tokenizer.json"] if command == "pack" else []
-    mistake([command, "--data", corpus / name, "--save", corpus / "new.bin", *tokenizer], DATA, message, capsys)
+    for command, more in (("tokenizer", []), ("pack", ["--tokenizer", corpus / "tokenizer.json"])):
+        mistake([command, "--data", corpus / name, "--save", corpus / "new.bin", *more], DATA, message, capsys)
     assert not list(corpus.glob("new*"))
 
 
@@ -418,20 +401,19 @@ def test_full_disk_while_a_model_is_exported(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("module", ["torch", "tyro"])
 def test_ctrl_c_while_modules_are_imported(module, tmp_path):
+    """The command ends without a traceback; a program that imports the library gets it."""
     (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     path = os.pathsep.join((str(tmp_path), str(Path(cli.__file__).parents[2])))
-    done = subprocess.run([sys.executable, "-m", "sigattn", "info"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
+    def run(*command):
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        return done.returncode, done.stdout, done.stderr
 
-def test_a_program_gets_ctrl_c_while_the_library_is_imported(tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    path = os.pathsep.join((str(tmp_path), str(Path(cli.__file__).parents[2])))
-    code = "try:\n    import sigattn\nexcept KeyboardInterrupt:\n    print('mine')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
-    assert done.stdout == "mine\n"
+    assert run("-m", "sigattn", "info") == (130, "", "")
+    if module == "torch":
+        assert run("-c", "try:\n    import sigattn\nexcept KeyboardInterrupt:\n    print('mine')")[1] == "mine\n"
 
 
 def test_defects_keep_their_traceback(monkeypatch):

@@ -42,8 +42,7 @@ def assert_safe(forward, lengths):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [5, 40, 150])
+@pytest.mark.parametrize(("n", "dtype"), [(5, torch.float32), (40, torch.bfloat16), (150, torch.float32)])
 @pytest.mark.parametrize("backend", [None, "reference", "blocked", pytest.param("llvm", marks=NEEDS_LLVM)])
 def test_key_lengths(backend, n, dtype):
     def forward(lengths):

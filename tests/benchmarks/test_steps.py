@@ -59,8 +59,7 @@ def test_file(tmp_path):
 
 
 @pytest.mark.parametrize("attention", KINDS)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("part", ["layer", "block"])
+@pytest.mark.parametrize(("part", "compiled"), [("layer", False), ("block", True)])
 def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     """Its input and all of its parameters have a gradient; those of a converted one too."""
     torch.compiler.reset()
@@ -77,8 +76,7 @@ def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     assert all(g.isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize("attention", [steps.SOFTMAX, steps.CONVERTED])
-@pytest.mark.parametrize("part", ["layer-forward", "block-forward"])
+@pytest.mark.parametrize(("part", "attention"), [("layer-forward", steps.SOFTMAX), ("block-forward", steps.CONVERTED)])
 def test_forward_pass_of_a_part(part, attention):
     """Is that of the pass with gradients, without the graph."""
     config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)

@@ -164,6 +164,7 @@ def test_the_example(monkeypatch, capsys, tmp_path):
     pytest.importorskip("accelerate")
     sizes = {"steps": 2, "finetune-steps": 1, "distil": 1, "layers": 1, "width": 32, "length": 32, "batch-size": 2}
     monkeypatch.chdir(tmp_path)  # where it saves the model
+    monkeypatch.setattr("sigattn.conversion.api.REFINE_STEPS", 2)
     monkeypatch.setattr(sys, "argv", ["convert_transformers.py", *(f"--{name}={size}" for name, size in sizes.items())])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "convert_transformers.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

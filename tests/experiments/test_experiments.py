@@ -400,7 +400,7 @@ class TestMoreSeeds:
 class TestExtend:
     """Seeds added to a stored page."""
 
-    WITH_CURVES = ("speech-post", "norm-structure", "train-losses")
+    WITH_CURVES = ("norm-structure",)
 
     def run(self, name, folder, seeds, stored=None, log=lambda _: None, **more):
         """Run an experiment and write its page into a folder; return its rows of data and its page."""
@@ -411,9 +411,7 @@ class TestExtend:
         return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
 
     @pytest.mark.usefixtures("in_this_process")
-    @pytest.mark.parametrize(
-        "name", ["pair-repeat", "layerscale-free", "constant-bias", "small-models-transfer", *WITH_CURVES]
-    )
+    @pytest.mark.parametrize("name", ["pair-repeat", "small-models-transfer", *WITH_CURVES])
     def test_data_and_table_are_those_of_all_seeds_at_once(self, name, tmp_path):
         """Only the seeds that the page lacks are trained; curves stay those of the page."""
         whole, page = self.run(name, tmp_path / "whole", 2)

@@ -31,12 +31,11 @@ BART = {name: value for name, value in WHISPER.items() if name not in ONLY_WHISP
 BART |= {"max_position_embeddings": 64, "forced_eos_token_id": None}
 SIZES = {
     "llama": TEXT,  # grouped heads
-    "qwen3": TEXT,  # norms of queries and keys
     "gemma3_text": {**TEXT, "sliding_window": 6},  # windows
     "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
     "whisper": WHISPER,  # cross-attention
 }
-DECODERS = ("llama", "qwen3", "gemma3_text")
+DECODERS = ("llama", "gemma3_text")
 
 
 def formula(module, query, key, value, attention_mask, scaling, **_):

@@ -1,13 +1,14 @@
 """Training: the loss decreases, a resumed run equals an uninterrupted one, and errors are clear."""
 
 import functools
-import json
 import math
+import shutil
 import signal
 import sys
 import types
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,20 @@ def numbers(folder):
     ]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(MODEL, TRAIN, text, folder)
+    return folder
+
+
+@pytest.fixture
+def finished(whole, tmp_path):
+    """A copy of that run."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
 def test_loss_decreases_and_results_are_saved(tmp_path, text):
     train(MODEL, replace(TRAIN, max_steps=60), text, tmp_path)
     rows = metrics.read_metrics(tmp_path / "metrics.jsonl")
@@ -80,10 +95,9 @@ def test_loss_decreases_and_results_are_saved(tmp_path, text):
     assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
-@pytest.mark.parametrize("stop_after", [2, 4, 7])
-def test_resumed_run_equals_uninterrupted_run(tmp_path, text, stop_after):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(MODEL, TRAIN, text, whole)
+@pytest.mark.parametrize("stop_after", [2, 7])
+def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, text, stop_after):
+    parts = tmp_path / "parts"
 
     def press_ctrl_c(row):
         if row["step"] == stop_after:
@@ -98,10 +112,9 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, text, stop_after):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_killed_run_resumes_from_last_checkpoint(tmp_path, text):
+def test_killed_run_resumes_from_last_checkpoint(whole, tmp_path, text):
     """Rows that were written after the checkpoint are written again, once."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(MODEL, TRAIN, text, whole)
+    parts = tmp_path / "parts"
 
     def die(row):
         if row["step"] == 6:
@@ -115,37 +128,27 @@ def test_killed_run_resumes_from_last_checkpoint(tmp_path, text):
     assert numbers(parts) == numbers(whole)
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
-    train(MODEL, TRAIN, text, tmp_path)
-    before = numbers(tmp_path)
-    model = train(MODEL, TRAIN, text, tmp_path, resume=True)
-    assert numbers(tmp_path) == before
-    saved = load_model(tmp_path / "model").state_dict()
+def test_resuming_a_finished_run_changes_nothing(whole, finished, text):
+    model = train(MODEL, TRAIN, text, finished, resume=True)
+    assert numbers(finished) == numbers(whole)
+    saved = load_model(finished / "model").state_dict()
     assert torch.equal(model.state_dict()["norm.weight"], saved["norm.weight"])
 
 
-def test_checkpoint_of_another_run_raises(tmp_path, text):
-    train(MODEL, TRAIN, text, tmp_path)
+def test_checkpoint_of_another_run_raises(finished, text):
     with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, embed_dim;"):
-        train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
+        train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, finished, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["about.json", "SHA256SUMS", "safetensors"])
-def test_damaged_checkpoint_raises(tmp_path, text, damage):
-    train(MODEL, TRAIN, text, tmp_path)
-    newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
+def test_damaged_checkpoint_raises(finished, text, damage):
+    newest = checkpoint.list_checkpoints(finished / "checkpoints")[-1]
     next(newest.glob(f"*{damage}")).write_bytes(b"not a checkpoint")
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot read the checkpoint .*step-00000012"):
-        train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
+        train(MODEL, TRAIN, text, finished, resume=True)
     (newest / "about.json").write_text('{"about": {}, "step": 12}')
     with pytest.raises(checkpoint.CheckpointError, match="another version of sigattn: it has format None, and"):
-        train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
-
-
-def test_rows_are_json_lines(tmp_path, text):
-    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+        train(MODEL, TRAIN, text, finished, resume=True)
 
 
 def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
@@ -267,9 +270,8 @@ def test_independent_decay_needs_adamw():
             replace(TRAIN, independent_decay=True, **change)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_other_optimizers_learn_and_resume(tmp_path, text, optimizer):
-    config = replace(TRAIN, optimizer=optimizer, max_steps=8, schedule="constant")
+def test_adagrad_learns_and_resumes(tmp_path, text):
+    config = replace(TRAIN, optimizer="adagrad", max_steps=8, schedule="constant")
     train(MODEL, config, text, tmp_path / "whole")
     rows = numbers(tmp_path / "whole")
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -296,9 +298,7 @@ def test_ema_is_evaluated_and_saved(tmp_path, text):
     assert numbers(tmp_path / "average")[-1]["validation_bits"] == pytest.approx(bits, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"grad_accum_steps": 2}, {"grad_accum_steps": 3}, {"checkpoint_activations": True}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"grad_accum_steps": 3}, {"checkpoint_activations": True}], ids=str)
 def test_accumulation_and_activation_checkpointing_keep_results(tmp_path, text, settings):
     closely = replace(TRAIN, statistics_every=11)
     train(MODEL, closely, text, tmp_path / "plain")
@@ -427,10 +427,9 @@ def test_unfinished_checkpoints_are_deleted(tmp_path, text):
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
-def test_existing_run_needs_resume(tmp_path, text):
-    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
+def test_existing_run_needs_resume(finished, text):
     with pytest.raises(SettingsError, match="holds a run already"):
-        train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
+        train(MODEL, TRAIN, text, finished)
 
 
 def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
@@ -479,9 +478,8 @@ def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
 
-def test_ctrl_c_finishes_the_step(tmp_path, text, monkeypatch):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(MODEL, TRAIN, text, whole)
+def test_ctrl_c_finishes_the_step(whole, tmp_path, text, monkeypatch):
+    parts = tmp_path / "parts"
     loss = LanguageModelling.loss
 
     def interrupted(self, module, batch):
@@ -516,15 +514,14 @@ def test_second_sigterm_is_ignored():
         assert request.signal == signal.SIGTERM
 
 
-def test_statistics_every(tmp_path, text):
+def test_statistics_every(whole, tmp_path, text):
     """Against the model's own report at the first step; nothing else changes."""
     train(MODEL, replace(TRAIN, statistics_every=5), text, tmp_path / "closely")
-    train(MODEL, TRAIN, text, tmp_path / "plainly")
     rows = metrics.read_metrics(tmp_path / "closely" / "metrics.jsonl")
     assert [r["step"] for r in rows if "row_mass" in r] == [0, 5, 10]
     names = {"row_mass", "hoyer_sparsity", "max_logit"}
     plain = [{k: v for k, v in r.items() if k not in names} for r in numbers(tmp_path / "closely")]
-    assert plain == numbers(tmp_path / "plainly")
+    assert plain == numbers(whole)
     torch.manual_seed(TRAIN.seed)
     report = LanguageModel(MODEL).attention_report(text.batch(0, TRAIN.batch_size, TRAIN.seed)[0])
     for name, key in (("row_mass", "row_mass_mean"), ("hoyer_sparsity", "hoyer_sparsity")):
