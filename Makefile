@@ -4,6 +4,7 @@
 # make test-integrations   runs a sample with the oldest transformers, timm and llvmlite that are supported, and with the newest
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
+# make mutation N=30 PART=src/sigattn/ops/llvm   mutates one file or folder
 # make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, five seeds: about an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
 # make experiments   lists the paper's experiments; make experiment NAME=k-summation runs one
@@ -99,7 +100,7 @@ sweep: setup
 
 mutation: setup
 	$(BIN)/python $(INSTALL) -c constraints.txt 'cosmic-ray>=8.7'
-	$(BIN)/python tests/mutation/run.py $(or $(N),40)
+	$(BIN)/python tests/mutation/run.py $(or $(N),40) $(if $(PART),--part $(PART))
 
 train-all: setup
 	$(BIN)/python -m experiments compare $(if $(SPEECH),--speech $(SPEECH))

@@ -1,13 +1,15 @@
 """Mutate the operator and the checkpoints, and count the mutants that the tests catch (by cosmic-ray).
 
     make mutation N=40
+    make mutation N=30 PART=src/sigattn/ops/llvm
 
 draws mutants at random, four of ``src/sigattn/ops`` (without the kernels, which are slow to test in the interpreter) to
 each one of ``src/sigattn/train/checkpoint.py``, and runs the tests of the mutated file on each, in a copy of the
 checkout, up to the first failure. So the score is a lower bound: other tests may catch what these let pass. Mutants in
 type annotations are left out, because nothing evaluates those. Survivors are printed as diffs. The copy and the results
 are kept in ``runs/mutation``: a run that was stopped is resumed, and a larger N extends the sample. ``--fresh`` starts
-again from the present sources. ``--file`` draws from one file, which may be another of those that have tests below.
+again from the present sources. ``--part`` draws from one file or folder, which may be another of those that have tests
+below.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 COPIED = ("src", "tests", "benchmarks", "experiments", "docs", "pyproject.toml", "README.md", "Makefile")
 OPERATOR, CHECKPOINT = Path("src/sigattn/ops"), Path("src/sigattn/train/checkpoint.py")
-TIMEOUT = 900.0
+TIMEOUT = 10.0  # times what the tests take without a mutant
 CONFIG = """
 [cosmic-ray]
 module-path = {paths}
-timeout = {timeout}
+timeout = 900
 excluded-modules = ["src/sigattn/ops/triton/*.py", "src/sigattn/ops/hopper/*.py"]
 test-command = ""
 [cosmic-ray.distributor]
@@ -40,8 +43,15 @@ name = "local"
 """
 # Left out: interpreted kernels, and tests that take seconds and compute what cheaper ones compute as well.
 SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
-# The tests of a file, or of all files of a folder, by its name; in ``tests/ops`` unless a folder is given. All tests
-# would take ten minutes for each survivor.
+
+
+def tests_in(file: str, names: str) -> str:
+    """Return the node ids of some tests of a file."""
+    return " ".join(f"{file}::{name}" for name in names.split())
+
+
+# The tests of a file, or of all files of a folder, by its name, with its folder's where the name alone is ambiguous;
+# in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
 LIKELY = {
     "autocast": "test_pytorch test_correctness",
     "attention": "test_correctness test_bad_input test_scalars test_short test_pytorch",
@@ -51,10 +61,26 @@ LIKELY = {
     "broadcasting": "test_broadcasting",
     "custom_ops": "test_pytorch test_backends test_correctness",
     "dropout": "test_dropout",
-    "fit": "tests/conversion/test_fit.py tests/conversion/test_quadratic_bias.py",
+    "conversion/fit": "tests/conversion/test_fit.py "
+    + tests_in(
+        "tests/conversion/test_quadratic_bias.py",
+        "test_a_target_that_is_exactly_of_this_form_is_recovered test_few_rows_do_no_harm test_autocast "
+        "test_wide_heads_use_the_directions_in_which_logits_vary test_directions_that_queries_do_not_take "
+        "test_the_random_state_is_kept",
+    ),
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
-    "llvm": "test_llvm test_llvm_compilation test_llvm_requirements",
+    "llvm": tests_in(
+        "tests/ops/test_llvm.py",
+        "test_keys_are_divided_if_there_are_more_threads_than_heads test_every_number_is_written test_empty_tensors "
+        "test_memory_in_many_tensors test_rows_at_any_address test_logits_of_any_size TestRoundingToBfloat16 "
+        "test_hidden_keys_may_be_nan TestSavedWeights test_what_it_does_not_support_is_refused "
+        "test_it_is_the_default_for_what_it_supports test_small_calls_take_one_thread "
+        "test_keys_are_divided_where_threads_would_wait test_sizes_that_cross_the_tiles "
+        "test_keys_of_one_head_are_divided_into_two_parts test_lengths_outside_of_the_keys_are_limited "
+        "test_the_gradient_of_a_mask_is_not_lost test_output_and_gradients_match_the_formula",
+    )
+    + " test_llvm_requirements test_llvm_compilation",
     "mask": "test_mask test_correctness",
     "memory": "test_backends",
     "nested": "test_nested",
@@ -65,6 +91,12 @@ LIKELY = {
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
     "statistics": "test_statistics",
+    "transformers/mask": tests_in(
+        "tests/integrations/test_transformers.py",
+        "TestMask test_packed_positions test_packed_with_sequence_lengths test_a_position_bias_is_added "
+        "test_a_position_bias_and_a_mask_of_numbers test_indices_select_keys "
+        "test_exported_and_traced_for_any_length",
+    ),
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",
@@ -75,17 +107,16 @@ LIKELY = {
 def tests_of(module: Path) -> list[str]:
     """Return the files of tests that a mutant of a file has to pass, the most likely to fail first."""
     if module == CHECKPOINT:
-        return ["tests/train/test_loop.py", "tests/train/test_untrusted.py", "tests/train"]
-    names = LIKELY.get(module.stem) or LIKELY[module.parent.name]
+        return ["tests/train/test_loop.py", "tests/train/test_checkpoint_files.py", "tests/train"]
+    keys = f"{module.parent.name}/{module.stem}", module.stem, module.parent.name
+    names = next(LIKELY[key] for key in keys if key in LIKELY)
     return [name if "/" in name else f"tests/ops/{name}.py" for name in names.split()]
 
 
 def command(tests: list[str]) -> str:
     """Return the command that runs the given files in their order."""
     files = [
-        str(f)
-        for name in tests
-        for f in ([Path(name)] if name.endswith(".py") else sorted(Path(name).glob("test_*.py")))
+        str(f) for name in tests for f in (sorted(Path(name).glob("test_*.py")) if Path(name).is_dir() else [name])
     ]
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", SELECTED]
     return shlex.join([*words, *dict.fromkeys(files)])
@@ -109,7 +140,7 @@ def copy_checkout(folder: Path, paths: list[str]) -> None:
     for part in COPIED:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
         copy(ROOT / part, folder / part)
-    (folder / "config.toml").write_text(CONFIG.format(paths=paths, timeout=TIMEOUT))
+    (folder / "config.toml").write_text(CONFIG.format(paths=paths))
     subprocess.run(
         [sys.executable, "-m", "cosmic_ray.cli", "init", "config.toml", "new.sqlite"], cwd=folder, check=True
     )
@@ -157,26 +188,28 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutation")
-    parser.add_argument("--file", type=Path, help="a file of src, from the root of the checkout")
+    parser.add_argument("--part", type=Path, help="a file or folder of src, from the root of the checkout")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results and copy the sources again")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     modules = [CHECKPOINT, *(OPERATOR / f"{name}.py" for name in LIKELY)]
-    if arguments.file:
-        modules, folder = [arguments.file], folder / arguments.file.stem
+    if arguments.part:
+        modules, folder = [arguments.part], folder / arguments.part.stem
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.fresh or not (folder / "session.sqlite").exists():
-        copy_checkout(folder, [str(arguments.file)] if arguments.file else [str(OPERATOR), str(CHECKPOINT)])
+        copy_checkout(folder, [str(arguments.part)] if arguments.part else [str(OPERATOR), str(CHECKPOINT)])
     os.chdir(folder)
-    if not (folder / "passes").exists():  # or every mutant would count as caught
+    if not (folder / "seconds").exists():  # or every mutant would count as caught
+        start = time.perf_counter()
         subprocess.run(shlex.split(command([name for m in modules for name in tests_of(m)])), check=True)
-        (folder / "passes").touch()
+        (folder / "seconds").write_text(f"{time.perf_counter() - start}\n")
+    timeout = TIMEOUT * float((folder / "seconds").read_text())
     with use_db(folder / "session.sqlite") as database:
         tested = []
         for item, _ in zip(sample(list(database.work_items), arguments.seed), range(arguments.count), strict=False):
             result = dict(database.results).get(item.job_id)
             if result is None:
-                result = mutate_and_test(item.mutations, command(tests_of(item.mutations[0].module_path)), TIMEOUT)
+                result = mutate_and_test(item.mutations, command(tests_of(item.mutations[0].module_path)), timeout)
                 database.set_result(item.job_id, result)
             tested.append((item, result))
             print(f"{len(tested)}: {item.mutations[0].module_path}, {result.test_outcome}", flush=True)
