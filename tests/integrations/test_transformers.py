@@ -279,6 +279,13 @@ MASKS = {
     "one token": {"q_length": 1, "kv_length": 7, "q_offset": 6},
     "one token, static": {"q_length": 1, "kv_length": 9, "q_offset": 6},
     "one token, padded": {"q_length": 1, "kv_length": 3, "q_offset": 2, "attention_mask": [[0, 1, 1], [1, 1, 1]]},
+    "one token, padded at an offset": {
+        "q_length": 1,
+        "kv_length": 3,
+        "q_offset": 3,
+        "kv_offset": 1,
+        "attention_mask": [[1, 1, 0, 1], [1, 1, 1, 1]],
+    },
     "one token, window": {"q_length": 1, "kv_length": 4, "q_offset": 9, "kv_offset": 6, "local_size": 4},
     "wide window": {"q_length": 5, "kv_length": 5, "local_size": 9},
     "narrow window": {"q_length": 5, "kv_length": 5, "local_size": 3},
@@ -298,7 +305,8 @@ class TestMask:
             case["mask_function"] = sliding_window_causal_mask_function(case["local_size"])
         found = sigmoid_mask(**case)
         expected = sdpa_mask(**{**case, "allow_is_causal_skip": False})
-        assert torch.equal(torch.ones_like(expected) if found is None else found, expected)
+        assert (found is None) == (name == "one token")
+        assert found is None or torch.equal(found, expected)
         plain = torch.ones(case["q_length"], case["kv_length"], dtype=torch.bool).tril().expand_as(expected)
         assert not is_plain_causal(found) or torch.equal(expected, plain)
         assert is_plain_causal(found) == (
