@@ -14,8 +14,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from experiments.drawing import COLOUR_OF, OTHER_COLOURS, axes_grid
 from experiments.intervals import welch
-from sigattn.demo.drawing import COLOUR_OF, OTHER_COLOURS, axes_grid
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parent.parent / "docs/figures"

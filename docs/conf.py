@@ -55,7 +55,7 @@ def public_modules() -> list[str]:
     """Return the modules of the reference: ``sigattn``, the packages that it exports, and others with public names."""
     exported = [f"sigattn.{name}" for name in sigattn.__all__ if hasattr(getattr(sigattn, name), "__all__")]
     adapters = [f"sigattn.integrations.{m.name}" for m in pkgutil.iter_modules(sigattn.integrations.__path__)]
-    return ["sigattn", *exported, "sigattn.flash.v3", *adapters]
+    return ["sigattn", *exported, *adapters]
 
 
 def write_reference(app: Sphinx) -> None:

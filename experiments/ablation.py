@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import TRAINING, Experiment, Finding, Option, Result, Row, Scale, Setting
 from experiments.run_file import Trainings, write_run_file
-from sigattn.demo import drawing
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import metrics
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import (
     TRAINING,
     Experiment,
@@ -30,7 +30,6 @@ from experiments.experiment import (
     select,
 )
 from sigattn.data.text import TextData, TokenText, load_text
-from sigattn.demo import drawing
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiments import cache, intervals
+from experiments import cache, drawing, intervals
 from experiments.conversion_models import TransformersModel, llama
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.data.text import TextData, TokenText, load_text
-from sigattn.demo import drawing
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.optional import require

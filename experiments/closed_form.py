@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from experiments import attention_norms, cache, intervals
+from experiments import attention_norms, cache, drawing, intervals
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.intervals import Verdict
-from sigattn.demo import drawing
 from sigattn.theory import flops, regularity
 
 WEIGHTS = {  # standard deviation of the weights of a head of size 16

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from experiments import cache, intervals, sweep
 from experiments.experiment import Row, Setting
+from experiments.pages import markdown_table
 from sigattn.data.dataset import Batch
 from sigattn.data.digits import Digits
-from sigattn.demo import report
 from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -220,7 +220,7 @@ def comparison_table(results: Sequence[Row]) -> str:
         speeds = (means("steps_per_second", runs, ".3g") for runs in pair)
         cells = (title, *(intervals.mean_std(v) for v in values), describe_difference(*values))
         rows.append((*cells, *(" / ".join(both) for both in (spikes, norms, speeds))))
-    return report.markdown_table(("", *ACTIVATIONS, "sigmoid - softmax", *measured), rows) + "\n"
+    return markdown_table(("", *ACTIVATIONS, "sigmoid - softmax", *measured), rows) + "\n"
 
 
 def describe_difference(first: Sequence[float], second: Sequence[float]) -> str:

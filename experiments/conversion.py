@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments import cache, intervals, sweep
+from experiments import cache, drawing, intervals, sweep
 from experiments import conversion_models as models
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.instrumentation import replaced_attention
 from sigattn.conversion import ConversionReport, convert
 from sigattn.data.dataset import Data
-from sigattn.demo import drawing
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.ops import reference

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.instrumentation import replaced_attention
 from sigattn.data.text import TextData, TokenText, load_text
-from sigattn.demo import drawing
 from sigattn.nn import functional
 from sigattn.ops import reference
 from sigattn.recipes.registry import find_recipe

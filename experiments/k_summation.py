@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from experiments.instrumentation import replaced_attention
 from sigattn.data import synthetic
-from sigattn.demo import drawing
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
 from sigattn.nn import functional

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting, select
-from sigattn.demo import drawing
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 

@@ -15,7 +15,6 @@ from experiments.experiment import Experiment, ExperimentError, Kind, Result, Sc
 from experiments.intervals import VERDICTS
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
-from sigattn.demo import report
 
 INTRODUCTION = (
     "Intervals are 95 % (Welch; in conversion and sigma-accuracy paired by seed). "
@@ -23,6 +22,12 @@ INTRODUCTION = (
     'it lies outside; "equivalent": the interval lies within the tolerance and excludes 0. '
     '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'
 )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, without a final line break."""
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in ([c or " " for c in columns], *rows))
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ def page_markdown(w: Page) -> str:
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
         lines += ["", w.figure_seeds] if w.figure_seeds else []
-    lines += ["", report.markdown_table(w.columns, w.rows)]
+    lines += ["", markdown_table(w.columns, w.rows)]
     if w.data:
         lines += ["", "Data: " + "; ".join(w.data) + "."]
     about = w.provenance
@@ -251,7 +256,7 @@ def findings_table(pages: Sequence[Page]) -> str:
             if page.kind == kind
         ]
         if rows:
-            parts += ["", f"## {title}", "", report.markdown_table(("experiment", "in the paper", "findings"), rows)]
+            parts += ["", f"## {title}", "", markdown_table(("experiment", "in the paper", "findings"), rows)]
     return "\n".join(parts) + "\n"
 
 

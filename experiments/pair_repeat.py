@@ -13,10 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from sigattn.data import synthetic
-from sigattn.demo import drawing
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe

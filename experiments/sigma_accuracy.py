@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting
 from experiments.instrumentation import replace_attention
-from sigattn.demo import drawing
 from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
 from sigattn.ops import reference

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import modules
 
-from experiments import intervals, sweep
+from experiments import drawing, intervals, sweep
 from experiments.experiment import (
     LANGUAGE,
     TRAINING,
@@ -40,7 +40,6 @@ from experiments.experiment import (
     select,
 )
 from sigattn.data.dataset import Batch
-from sigattn.demo import drawing
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.nn.guide import recommend

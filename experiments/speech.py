@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experiments import ablation, intervals, sweep
+from experiments import ablation, drawing, intervals, sweep
 from experiments.ablation import SPIKES, Claim
 from experiments.experiment import SPEECH, Experiment, Row, Setting, count_seeds_by, select
 from experiments.run_file import Trainings
 from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import CharTokenizer, Speech
-from sigattn.demo import drawing
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe

@@ -26,10 +26,9 @@ from benchmarks import reference
 from benchmarks.hybridnorm import crossing_length
 from benchmarks.inputs import Inputs, Options
 from benchmarks.timing import time_calls
-from experiments import cache
+from experiments import cache, drawing
 from experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
 from experiments.intervals import Verdict
-from sigattn.demo import drawing
 from sigattn.models.vision import ViT, ViTConfig
 
 HEADS, HEAD_DIM = 12, 64  # the paper's

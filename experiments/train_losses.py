@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from experiments import intervals, language_ablations, speech, sweep, vision_ablations
+from experiments import drawing, intervals, language_ablations, speech, sweep, vision_ablations
 from experiments.experiment import (
     LANGUAGE,
     Experiment,
@@ -26,7 +26,6 @@ from experiments.experiment import (
     Setting,
     select,
 )
-from sigattn.demo import drawing
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 

@@ -20,10 +20,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "positions", "scalars", "vmap")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
     *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
-    *(
-        f"sigattn.flash.{name}"
-        for name in ("chunks", "dense", "kvcache", "options", "packing", "padding", "v3", "validation", "varlen")
-    ),
+    *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "padding", "validation", "varlen")),
     "sigattn.nn.functional",
     *(f"sigattn.nn.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.integrations.transformers.interface",

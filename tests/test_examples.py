@@ -44,6 +44,19 @@ def test_comparisons(run, name, lines):
     assert run(name)[1].count("largest difference") == lines
 
 
+def test_universal_approximation(run):
+    """Errors fall with δ and as λ grows."""
+    *by_grid, by_steepness = (
+        [float(x) for x in line.partition("errors ")[2].split(", ")]
+        for line in run("universal_approximation.py")[1].splitlines()
+    )
+    assert len(by_grid) == 4
+    for coarse, middle, fine in by_grid:
+        assert fine < 0.6 * middle < 0.6 * 0.6 * coarse
+    assert by_steepness == sorted(by_steepness, reverse=True)
+    assert by_steepness[-1] < 0.4 * by_steepness[0]
+
+
 def test_learnable_bias(run):
     _, printed = run("learnable_bias.py", "--steps", "150")
     biases = [float(x) for x in re.findall(r"-?[\d.]+", printed.splitlines()[-1].split("biases")[1])]

@@ -422,10 +422,9 @@ class TestBadInput:
         with pytest.raises((ValueError, TypeError), match=message):
             self.call(**changes)
 
-    @pytest.mark.parametrize("bias", [None, "-log n"])
-    def test_bias_is_required(self, bias):
+    def test_bias_is_required(self):
         with pytest.raises(TypeError, match="-log of the current length would change as the cache grows"):
-            self.call(sigmoid_bias=bias)
+            self.call(sigmoid_bias=None)
 
     @pytest.mark.parametrize(
         "changes",

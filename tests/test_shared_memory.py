@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sigattn import flash, sigmoid_attention, sigmoid_varlen_attention
-from sigattn.flash import v3
 from sigattn.nn import Attention, Documents
 
 BEYOND = 1 << 20
@@ -70,9 +69,7 @@ def packed(function, **options):
     return forward
 
 
-@pytest.mark.parametrize(
-    "function", [sigmoid_varlen_attention, flash.flash_attn_varlen_func, v3.flash_attn_varlen_func]
-)
+@pytest.mark.parametrize("function", [sigmoid_varlen_attention, flash.flash_attn_varlen_func])
 def test_offsets_of_packed_sequences(function):
     assert_safe(packed(function), (0, 10, 30))
 
@@ -95,17 +92,6 @@ def test_offsets_of_documents():
         return x, layer(x, documents=Documents(ids, ids * 0, starts))
 
     assert_safe(forward, (0, 10, 30))
-
-
-@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
-def test_used_lengths_of_packed_sequences(name):
-    starts = torch.tensor([0, 10, 30])
-
-    def forward(used):
-        x = torch.randn(30, 2, 8, requires_grad=True)
-        return x, v3.flash_attn_varlen_func(x, x, x, starts, starts, 20, 20, **{name: used})
-
-    assert_safe(forward, (7, 12))
 
 
 def test_tables_of_pages():

@@ -2,7 +2,6 @@
 
 import io
 import os
-import tarfile
 
 import pytest
 
@@ -73,21 +72,6 @@ def test_images(tmp_path):
     assert ImageFolder(tmp_path, 4, "none").fingerprint == before
     changed(tmp_path / "val" / "dog" / "0.png")
     assert ImageFolder(tmp_path, 4, "none").fingerprint != before
-
-
-@pytest.mark.torchvision
-def test_labels_of_shards(tmp_path):
-    pytest.importorskip("torchvision")
-    prints = []
-    for label in (b"0", b"1"):
-        for split in ("train", "val"):
-            with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
-                for name, content in (("a.png", png(1)), ("a.cls", label)):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        prints.append(ImageFolder(tmp_path, 4, "none").fingerprint)
-    assert prints[0] != prints[1]
 
 
 def test_recordings(tmp_path):

@@ -1,10 +1,8 @@
 """Images: digits and folders, in an order that depends on seed and step; missing and broken files."""
 
-import io
 import multiprocessing
 import os
 import signal
-import tarfile
 
 import pytest
 import torch
@@ -180,54 +178,3 @@ class TestImageFolder:
             file.unlink()
         with pytest.raises(DataError, match=r"val/CLASS/.* and found none"):
             ImageFolder(folder, 16, "crop")
-
-
-@pytest.mark.torchvision
-class TestShards:
-    @pytest.fixture
-    def sharded(self, folder, tmp_path):
-        """The same images as .tar files of WebDataset's layout, out of order."""
-        root = tmp_path / "shards"
-        root.mkdir()
-        for part in ("train", "val"):
-            files = sorted((folder / part).rglob("*.png"))
-            for s in range(2):
-                with tarfile.open(root / f"x-{part}-{s:04}.tar", "w") as archive:
-                    for i, file in enumerate(files[s::2]):
-                        label = io.BytesIO(file.parent.name.removeprefix("class").encode())
-                        cls = tarfile.TarInfo(f"d.0/{i:03}.cls")
-                        cls.size = len(label.getvalue())
-                        archive.addfile(cls, label)
-                        archive.add(file, f"d.0/{i:03}.png")
-        return root
-
-    def test_the_same_images_as_in_folders(self, folder, sharded):
-        from_folder, from_shards = ImageFolder(folder, 16, "none"), ImageFolder(sharded, 16, "none")
-        assert len(from_shards) == len(from_folder) == 10
-        assert from_shards.classes == ["0", "1"]
-        images, labels = from_shards.batch(0, 10, seed=0)
-        red = images[:, 0].mean((1, 2)) > images[:, 2].mean((1, 2))
-        assert torch.equal(red, labels == 0)
-        assert labels.sum() == 5
-        assert sum(len(b[0]) for b in from_shards.validation(3)) == 4
-        assert from_shards.fingerprint != from_folder.fingerprint
-
-    def test_order_and_resuming(self, sharded):
-        plain, ahead = ImageFolder(sharded, 16, "crop"), ImageFolder(sharded, 16, "crop", workers=2)
-        for step, batch in zip(range(2, 7), ahead.batches(2, 4, seed=1), strict=False):
-            assert torch.equal(batch[0], plain.batch(step, 4, seed=1)[0])
-
-    def test_invalid_shards_raise(self, sharded):
-        with tarfile.open(sharded / "y-train-9.tar", "w") as archive:
-            info = tarfile.TarInfo("7.jpg")
-            archive.addfile(info, io.BytesIO())
-        with pytest.raises(DataError, match=r"1 images have no label \(KEY.cls\), the first is '7'"):
-            ImageFolder(sharded, 16, "none")
-        (sharded / "y-train-9.tar").write_bytes(b"no archive" * 100)
-        with pytest.raises(DataError, match=r"cannot read .*y-train-9.tar"):
-            ImageFolder(sharded, 16, "none")
-        (sharded / "y-train-9.tar").unlink()
-        for file in sharded.glob("*val*"):
-            file.unlink()
-        with pytest.raises(DataError, match=r"\*val\*.tar and found none in 0 files"):
-            ImageFolder(sharded, 16, "none")

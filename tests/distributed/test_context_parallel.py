@@ -20,20 +20,19 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 
 @pytest.mark.parametrize("processes", [3, *([2, 4] if os.environ.get("SIGATTN_SWEEP") == "all" else [])])
 def test_several_processes(processes, tmp_path):
-    """Every option and strategy: outputs, gradients and bytes sent; models, a sharded cache, errors, a dead process."""
+    """Every option: outputs and gradients; models, a sharded cache, errors, a dead process."""
     said, codes = launch(processes, tmp_path, context_worker.main)
     assert all("compared" in text for text in said), said
     assert sorted(codes) == [0] + [7] * (processes - 1), said  # the one that dies, and those that notice
     assert max(float(re.search(r"error after ([\d.]+) s", text)[1]) for text in said if "error after" in text) < 60
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather", "reduce"])
-def test_one_process(strategy):
+def test_one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, requires_grad=True).unbind()
-        out = context_parallel_attention(query, key, value, mesh=mesh, is_causal=True, strategy=strategy)
+        out = context_parallel_attention(query, key, value, mesh=mesh, is_causal=True)
         expected = sigmoid_attention(query, key, value, is_causal=True)
         torch.testing.assert_close(out, expected)
         gradients = (torch.autograd.grad(t.sum(), (query, key, value)) for t in (out, expected))

@@ -92,7 +92,7 @@ def test_speech_models():
         transformer=transformer,
         unpadded=lambda x, _: transformer(x),
         alibi=model(position="alibi", attention_bias="log_batch"),
-        conformer=model(block_kind="conformer", conformer_kernel_size=3, position="sincos", front_end="conv2d"),
+        conformer=model(block_kind="conformer", conformer_kernel_size=3, position="sincos"),
     )
 
 

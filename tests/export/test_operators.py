@@ -5,7 +5,6 @@ import torch
 from torch.export import Dim
 
 from sigattn import attention_statistics, flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from sigattn.flash import v3
 from tests.export.programs import (
     BATCH,
     KEYS,
@@ -87,20 +86,18 @@ def test_packed_sequences():
         return sigmoid_varlen_attention(q, q, q, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
 
     def packed_inputs(b, n, m):
-        return packed(b, n), starts(b, n), torch.randn(b, 1, 1, 1), torch.rand(b, H), lengths(b, n).int() - 1
+        return packed(b, n), starts(b, n), torch.randn(b, 1, 1, 1), torch.rand(b, H)
 
     longest = (64, 64)
     assert_exported(
         packed_inputs,
-        ({0: Dim("t")}, {0: B + 1}, BATCH, BATCH, BATCH),
+        ({0: Dim("t")}, {0: B + 1}, BATCH, BATCH),
         varlen=lambda q, c, *_: sigmoid_varlen_attention(q, q, q, c, c, *longest, is_causal=True),
         longest_in_the_graph=lambda q, c, *_: in_graph(q, c),
         bias=lambda q, c, bias, *_: sigmoid_varlen_attention(q, q, q, c, c, *longest, bias=bias),
-        alibi=lambda q, c, _, slopes, __: sigmoid_varlen_attention(q, q, q, c, c, *longest, alibi_slopes=slopes),
+        alibi=lambda q, c, _, slopes: sigmoid_varlen_attention(q, q, q, c, c, *longest, alibi_slopes=slopes),
         flash=lambda q, c, *_: flash.flash_attn_varlen_func(q, q, q, c, c, *longest),
         qkvpacked=lambda q, c, *_: flash.flash_attn_varlen_qkvpacked_func(torch.stack([q] * 3, 1), c, 64),
-        used=lambda q, c, *rest: v3.flash_attn_varlen_func(q, q, q, c, c, *longest, seqused_k=rest[-1]),
-        chunks=lambda q, c, *_: v3.flash_attn_varlen_func(q, q, q, c, c, *longest, attention_chunk=4),
     )
 
 
@@ -116,7 +113,6 @@ def test_flash_attention():
         bias_of_samples=lambda q, k, bias: flash.flash_attn_func(q, k, k, sigmoid_bias=bias),
         qkvpacked=lambda q, *_: flash.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2)),
         kvpacked=lambda q, k, _: flash.flash_attn_kvpacked_func(q, torch.stack([k] * 2, 2)),
-        chunks=lambda q, *_: v3.flash_attn_func(q, q, q, causal=True, attention_chunk=4),
     )
 
 
@@ -152,8 +148,8 @@ def test_caches():
         options = {"cache_seqlens": held, "causal": True, "sigmoid_bias": -3.0}
         return flash.flash_attn_with_kvcache(q, key_cache, value_cache, q, q, **tables, **options), key_cache
 
-    def flash_call(function=flash.flash_attn_with_kvcache, **options):
-        return lambda q, cache, held, *_: function(
+    def flash_call(**options):
+        return lambda q, cache, held, *_: flash.flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=held + q.shape[1], causal=True, sigmoid_bias=-3.0, **options
         )
 
@@ -174,7 +170,6 @@ def test_caches():
         ),
         flash_index=lambda q, cache, held, *_: flash_call(cache_batch_idx=held * 0)(q, cache, held),
         rotated=rotated,
-        chunks=flash_call(v3.flash_attn_with_kvcache, attention_chunk=4),
     )
 
 
@@ -195,20 +190,4 @@ def test_paged_caches():
         varlen=lambda _, pages, __, table, q, c: flash.flash_attn_varlen_func(
             q, pages, pages, c, c, 64, 12, block_table=table
         ),
-    )
-
-
-def test_packed_tokens_against_a_cache():
-    def attend(q, cu_seqlens, cache, held):
-        key_cache, value_cache = cache.clone(), cache.clone()
-        out = v3.flash_attn_with_kvcache(
-            q, key_cache, value_cache, q, q, cache_seqlens=held, cu_seqlens_q=cu_seqlens, cu_seqlens_k_new=cu_seqlens,
-            max_seqlen_q=64, causal=True, sigmoid_bias=-3.0,
-        )  # fmt: skip
-        return out, key_cache
-
-    assert_exported(
-        lambda b, n, m: (packed(b, n), starts(b, n), rows_first(b, n + m), lengths(b, m) - 1),
-        ({0: Dim("t")}, {0: B + 1}, {0: B, 1: Dim("c")}, BATCH),
-        packed=attend,
     )

@@ -5,7 +5,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from sigattn import flash, sigmoid_varlen_attention
-from sigattn.flash import v3
 from sigattn.models import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
 from tests.ops.cases import COMPILER_NOISE
@@ -18,29 +17,23 @@ LONGEST = 20
 def packed(sequences):
     lengths = torch.arange(3, 3 + sequences) % LONGEST + 1
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    return torch.randn(int(lengths.sum()), 2, 8), cu_seqlens, lengths.int() - 1
+    return torch.randn(int(lengths.sum()), 2, 8), cu_seqlens
 
 
-def varlen(q, starts, _):
+def varlen(q, starts):
     return sigmoid_varlen_attention(q, q, q, starts, starts, LONGEST, LONGEST, is_causal=True)
 
 
-def flash_varlen(q, starts, _):
+def flash_varlen(q, starts):
     return flash.flash_attn_varlen_func(q, q, q, starts, starts, LONGEST, LONGEST, causal=True)
 
 
-def flash_varlen_qkvpacked(q, starts, _):
+def flash_varlen_qkvpacked(q, starts):
     qkv = torch.stack((q, q, q), 1)
     return flash.flash_attn_varlen_qkvpacked_func(qkv, starts, LONGEST, causal=True, sigmoid_bias=-2.0)
 
 
-def flash_v3(q, starts, used):
-    return v3.flash_attn_varlen_func(
-        q, q, q, starts, starts, LONGEST, LONGEST, seqused_k=used, causal=True, sigmoid_bias=-2.0
-    )
-
-
-@pytest.mark.parametrize("function", [varlen, flash_varlen, flash_varlen_qkvpacked, flash_v3])
+@pytest.mark.parametrize("function", [varlen, flash_varlen, flash_varlen_qkvpacked])
 def test_one_graph_serves_all_numbers_of_packed_sequences(function):
     torch._dynamo.reset()
     counter = CompileCounter()

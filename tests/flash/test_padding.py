@@ -66,7 +66,7 @@ WRONG = {
     "mask shape": (lambda: unpad_input(X, torch.ones(2, 4) > 0), ValueError, r"must be \(B, L\) = \(2, 3\)"),
     "unused shape": (lambda: unpad_input(X, X[..., 0] > 0, X > 0), ValueError, "unused_mask must be"),
     "no tensor": (lambda: unpad_input(None, X > 0), TypeError, "hidden_states must be a tensor"),
-    "indices": (lambda: pad_input(X, torch.ones(2), 2, 3), TypeError, "indices must be"),
+    "indices": (lambda: pad_input(X, torch.ones(2), 2, 3), TypeError, "indices must be a tensor of integers"),
     "number": (lambda: pad_input(X, torch.tensor([0]), 2, 3), ValueError, r"must be \(total,\) = \(2,\)"),
     "beyond": (
         lambda: pad_input(X, torch.tensor([0, 8]), 1, 8),

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import types
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from sigattn.data.dataset import Data
 from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.files import FileFormatError
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
 from sigattn.models.saving import save as save_model
@@ -151,25 +151,18 @@ def test_damaged_checkpoint_raises(finished, text, damage):
         train(MODEL, TRAIN, text, finished, resume=True)
 
 
-def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
-    """A flipped bit changes no number of a row without a word, and rows before and after it are read."""
+def test_a_damaged_row_raises_and_one_cut_short_is_left_out(tmp_path):
     log, path = metrics.MetricsLog(tmp_path), tmp_path / "metrics.jsonl"
-    whole = [{"step": step, "loss": 1 / (step + 1), "note\u00e9": float(step)} for step in range(4)]
-    for row in whole:
+    rows = [{"step": step, "loss": 1 / (step + 1)} for step in range(4)]
+    for row in rows:
         log.write(row)
     log.close()
     content = path.read_bytes()
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(flipped)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            rows = metrics.read_metrics(path)
-        assert all(row in whole for row in rows)
-        assert len(rows) == 4 or (len(rows) >= 2 and "damaged lines are left out, the first is line" in str(said[0]))
     path.write_bytes(content + b'{"step": 4, "lo')
-    assert metrics.read_metrics(path) == whole  # cut short, without a warning
+    assert metrics.read_metrics(path) == rows
+    path.write_bytes(content.replace(b"}", b"", 1))
+    with pytest.raises(FileFormatError, match=r"metrics\.jsonl, line 1 is no JSON"):
+        metrics.read_metrics(path)
 
 
 def test_schedules():
@@ -338,8 +331,6 @@ def test_losses_of_the_whole_batch_cannot_be_accumulated(tmp_path, text):
         (LanguageModelling(), {"dropout": 0.1, "feed_forward": "gelu"}, {}, "dropout=0.1: set dropout=0.0"),
         (LanguageModelling(), {}, {"compile": True}, "compile=True: set compile=False"),
         (LanguageModelling(), {}, {"statistics_every": 5}, "statistics_every=5: set statistics_every=0"),
-        (LanguageModelling(), {"attention_bias": "log_visible"}, {"context_strategy": "reduce"}, "differs between"),
-        (LanguageModelling(), {"attention_bias": "log_alibi"}, {"context_strategy": "reduce"}, "differs between"),
     ],
     ids=str,
 )

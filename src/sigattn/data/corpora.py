@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from sigattn.data.archives import read_members
 from sigattn.data.dataset import DataError
-from sigattn.data.speech import Utterance
+from sigattn.data.speech import Utterance, read_archive
 from sigattn.data.unreadable import UnreadableFiles
 from sigattn.optional import require
 
@@ -107,7 +106,7 @@ def spoken_digits(
     """
     files: dict[Path, Path | bytes]
     if source.is_file():
-        archive, files = source, {Path(name): content for name, content in read_members(source, ".wav").items()}
+        archive, files = source, {Path(name): content for name, content in read_archive(source).items()}
     else:
         archive, folder = None, source / "recordings" if (source / "recordings").is_dir() else source
         files = {path: path for path in sorted(folder.glob("*.wav"))}

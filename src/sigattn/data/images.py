@@ -1,4 +1,4 @@
-"""Image data sets: ImageNet's folder layout, and WebDataset's shards."""
+"""Images in folders, in ImageNet's layout."""
 
 from __future__ import annotations
 
@@ -7,45 +7,34 @@ import hashlib
 import itertools
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import torch
 
 from sigattn.data.dataset import Batch, Data, DataError, draw_samples, sample_generator
 from sigattn.data.hashing import files_sha256
-from sigattn.data.shards import ShardedImage, find_shards, index_shards
 from sigattn.data.transforms import Augmentation, transforms
 from sigattn.data.unreadable import UnreadableFiles
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 
 
-@dataclass(frozen=True)
-class _File:
+class _Image(NamedTuple):
     path: Path
     label: int
 
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def open(self) -> BinaryIO:
-        return self.path.open("rb")
-
 
 class ImageFolder(Data):
-    """Images in one folder per class, ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg`` (ImageNet), or in shards.
-
-    Shards are WebDataset's ``…train….tar`` and ``…val….tar``, with the class index of each image (``shards.py``).
+    """Images in one folder per class, ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg``.
 
     An image that cannot be read, or that Pillow reports as a decompression bomb, is counted and reported. In training
     it is replaced by the next image, in validation left out. If they are more than half of all, ``DataError`` is
     raised.
 
     Args:
-        root: folder of train and val, or of the shards.
+        root: folder of train and val.
         size: height and width in pixels.
         augmentation: "none", "crop" (random resized crop and flip), "randaugment" (crop and RandAugment), "simclr" (two
             views with colour jitter and blur), or "multicrop" (DINO's two large and eight small views).
@@ -67,15 +56,8 @@ class ImageFolder(Data):
         jitter: float = 0.5,
         workers: int = 0,
     ) -> None:
-        self._train: Sequence[_File | ShardedImage]
-        self._held: Sequence[_File | ShardedImage]
-        self.classes: list[str]
-        if root.is_dir() and any(root.glob("*.tar")):
-            self._train, self._held = (_sharded(root, split) for split in ("train", "val"))
-            self.classes = [str(i) for i in range(1 + max(image.label for image in (*self._train, *self._held)))]
-        else:
-            self.classes = _classes(root / "train")
-            self._train, self._held = (_files(root / split, self.classes) for split in ("train", "val"))
+        self.classes: list[str] = _classes(root / "train")
+        self._train, self._held = (_images(root / split, self.classes) for split in ("train", "val"))
         self.root = root
         self.size = size
         self.augmentation = augmentation
@@ -121,9 +103,9 @@ class ImageFolder(Data):
         vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
         for start in range(0, len(self._held), size):
             samples = []
-            for i, file in enumerate(self._held[start : start + size], start):
-                if (image := self._read(file)) is not None:
-                    samples.append((self._varied(image, vary, i), file.label))
+            for i, (path, label) in enumerate(self._held[start : start + size], start):
+                if (image := self._read(path)) is not None:
+                    samples.append((self._varied(image, vary, i), label))
             if samples:
                 read += len(samples)
                 yield self._collate(samples)
@@ -136,10 +118,9 @@ class ImageFolder(Data):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the images' names and labels, their files (``hashing.files_sha256``) and the augmentation."""
-        images = (*self._train, *self._held)
-        listing = "\n".join(f"{str(f).removeprefix(f'{self.root}/')} {f.label}" for f in images)
-        paths = sorted({f.path if isinstance(f, _File) else f.shard for f in images})
-        files = files_sha256((str(p.relative_to(self.root)), p) for p in paths)
+        images = [(str(path.relative_to(self.root)), path, label) for path, label in (*self._train, *self._held)]
+        listing = "\n".join(f"{name} {label}" for name, _, label in images)
+        files = files_sha256((name, path) for name, path, _ in sorted(images, key=lambda image: image[1]))
         return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{listing}\n{files}".encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -147,11 +128,11 @@ class ImageFolder(Data):
 
     def _sample(self, index: int, epoch: int, seed: int) -> tuple[Any, int]:
         for offset in range(len(self._train)):  # the first readable image from index on
-            file = self._train[(index + offset) % len(self._train)]
-            if (image := self._read(file)) is None:
+            path, label = self._train[(index + offset) % len(self._train)]
+            if (image := self._read(path)) is None:
                 continue
             drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
-            return self._varied(image, self._vary, drawn), file.label
+            return self._varied(image, self._vary, drawn), label
         raise DataError(f"no image of {self.root} can be read")
 
     @staticmethod
@@ -160,17 +141,17 @@ class ImageFolder(Data):
             torch.manual_seed(drawn)
             return vary(image)
 
-    def _read(self, file: _File | ShardedImage) -> Any:
+    def _read(self, path: Path) -> Any:
         """Return an image, or None if it cannot be read."""
         from PIL import Image
 
         try:
-            with file.open() as content, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(content) as image:
+                with Image.open(path) as image:
                     return image.convert("RGB")
         except Exception as error:
-            self.unreadable.add(str(file), f"{type(error).__name__}: {error}")
+            self.unreadable.add(str(path), f"{type(error).__name__}: {error}")
             return None
 
     def _collate(self, samples: list[tuple[Any, int]]) -> Batch:
@@ -202,14 +183,6 @@ def _ignore_stop_signals(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _sharded(root: Path, split: str) -> list[ShardedImage]:
-    files = find_shards(root, split)
-    images = index_shards(files)
-    if not images:
-        raise DataError(f"looked for images in {root}/*{split}*.tar and found none in {len(files)} files")
-    return images
-
-
 def _classes(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise DataError(f"looked for {folder}/CLASS/*.jpeg and found no folder {folder}")
@@ -219,13 +192,13 @@ def _classes(folder: Path) -> list[str]:
     return classes
 
 
-def _files(folder: Path, classes: list[str]) -> list[_File]:
-    files = [
-        _File(path, label)
+def _images(folder: Path, classes: list[str]) -> list[_Image]:
+    images = [
+        _Image(path, label)
         for label, name in enumerate(classes)
         for path in sorted((folder / name).glob("*"))
         if path.suffix.lower() in SUFFIXES
     ]
-    if not files:
+    if not images:
         raise DataError(f"looked for {folder}/CLASS/*.jpeg (or {', '.join(sorted(SUFFIXES))}) and found none")
-    return files
+    return images

@@ -7,6 +7,8 @@ import hashlib
 import io
 import itertools
 import math
+import tarfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +16,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sigattn.data.archives import read_members
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, sample_generator
 from sigattn.data.hashing import files_sha256
 from sigattn.data.speech_features import log_mel, spec_augment
 from sigattn.data.unreadable import UnreadableFiles
 
 _KEPT_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
+
+
+@functools.cache
+def read_archive(archive: Path) -> dict[str, bytes]:
+    """Return the contents of the .wav files in a .tar archive, by name.
+
+    Raises:
+        DataError: if the archive cannot be read.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            members = [member for member in tar if member.isreg() and member.name.endswith(".wav")]
+            return {m.name: file.read() for m in members if (file := tar.extractfile(m)) is not None}
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise DataError(f"cannot read the archive {archive}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class Speech(Data):
         self.unreadable: UnreadableFiles = (
             UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
         )
-        self._archive, self._source = {} if archive is None else read_members(archive, ".wav"), archive
+        self._archive, self._source = {} if archive is None else read_archive(archive), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
         self._kept: dict[Utterance, Tensor] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch, DataError
+from sigattn.validation import SettingsError
 
 
 def no_batches() -> DataError:
@@ -28,7 +29,6 @@ class Task(ABC):
             parallelism is not supported.
         has_labels: True if a batch of images contains their classes.
         num_views: number of augmented views of each image in a batch.
-        predicts_distributions: True if the model's outputs are distributions, which ``distributions`` returns.
     """
 
     metric: str
@@ -36,7 +36,6 @@ class Task(ABC):
     needs_whole_sequences = False
     has_labels = True
     num_views = 1
-    predicts_distributions = False
 
     def build(self, model: Any) -> nn.Module:
         """Return the module to train: the model of a configuration and any layers that the objective adds."""
@@ -58,12 +57,9 @@ class Task(ABC):
         The weights are None if all are equal.
 
         Raises:
-            TypeError: if ``predicts_distributions`` is False.
+            SettingsError: if the outputs of the task's models are no distributions.
         """
-        raise TypeError(
-            f"{type(self).__name__}: the model's outputs are no distributions: use a task whose "
-            "predicts_distributions is True"
-        )
+        raise SettingsError(f"distillation needs outputs that are distributions, and {type(self).__name__} has none")
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -8,13 +8,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sigattn.demo import drawing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+COLOURS = ("#d55e00", "#0072b2", "#cc79a7")  # softmax, sigmoid with and without a bias
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
@@ -61,65 +57,48 @@ def _number(value: float) -> str:
 
 def comparison_page(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, Any]) -> str:
     """Return the report as an HTML page. ``facts`` are settings and versions, shown as a table."""
-    table = html_table([name for name, _ in TABLE], [[cell(run) for _, cell in TABLE] for run in runs])
+    table = _table([name for name, _ in TABLE], [[cell(run) for _, cell in TABLE] for run in runs])
     samples = "".join(f"<h3>{html.escape(run.name)}</h3><pre>{html.escape(run.sample)}</pre>" for run in runs)
-    return page(
-        title,
-        introduction,
-        f"{table}<h2>Curves</h2>{curves(runs)}<h2>A sample of text from each model</h2>{samples}"
-        f"<h2>Settings and versions</h2>{html_table((), list(facts.items()))}",
-    )
-
-
-def html_table(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return an HTML table; all cells are text and are escaped."""
-    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
-    body = ("".join(f"<td>{html.escape(str(c))}</td>" for c in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}</table>"
-
-
-def page(title: str, introduction: str, body: str) -> str:
-    """Return a complete HTML page; ``body`` is HTML, ``title`` and ``introduction`` are text."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>{body}</html>\n"
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>{table}"
+        f"<h2>Curves</h2>{_curves(runs)}<h2>A sample of text from each model</h2>{samples}"
+        f"<h2>Settings and versions</h2>{_table((), list(facts.items()))}</html>\n"
     )
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, without a final line break."""
-    head, *body = ("| " + " | ".join(cells) + " |" for cells in ([c or " " for c in columns], *rows))
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
+def _table(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Return an HTML table; all cells are text and are escaped."""
+    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def svg(figure: Figure) -> str:
-    """Return a figure as an SVG element."""
+def _curves(runs: Sequence[Run]) -> str:
+    """Plot training and validation loss, attention norm and gradient norm over the steps, as one SVG element."""
+    from matplotlib.figure import Figure  # here: half a second, which commands that draw nothing need not wait for
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    panels = (
+        ("loss", 1 / math.log(2), "training, bits per byte"),
+        ("validation_bits", 1.0, "held-out text, bits per byte"),
+        ("attention_norm", 1.0, "attention norm ‖P V‖"),
+        ("gradient_norm", 1.0, "gradient norm (before clipping)"),
+    )
+    for axes, (key, unit, title) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        for run, colour in zip(runs, COLOURS, strict=True):
+            points = [(row["step"] + 1, unit * row[key]) for row in run.rows if key in row]
+            marker = "o" if len(points) < 20 else None
+            axes.plot(*zip(*points, strict=True), label=run.name, color=colour, linewidth=1.4, marker=marker, ms=4)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if key.endswith("norm"):
+            axes.set_yscale("log")
+        if key == "loss":
+            axes.legend(frameon=False)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
-
-
-def curves(runs: Sequence[Run]) -> str:
-    """Plot training and validation loss, attention norm and gradient norm over the steps, as one SVG element."""
-    figure, (training, validation, attention, gradient) = drawing.axes_grid(2, 2, width=5.5, height=3.75)
-    panels: tuple[tuple[Any, str, float, str], ...] = (
-        (training, "loss", 1 / math.log(2), "training, bits per byte"),
-        (validation, "validation_bits", 1.0, "held-out text, bits per byte"),
-        (attention, "attention_norm", 1.0, "attention norm ‖P V‖"),
-        (gradient, "gradient_norm", 1.0, "gradient norm (before clipping)"),
-    )
-    for axes, key, unit, title in panels:
-        colours = drawing.variant_colours(run.name for run in runs)
-        for run in runs:
-            points = [(row["step"] + 1, unit * row[key]) for row in run.rows if key in row]
-            marker = "o" if len(points) < 20 else None
-            axes.plot(
-                *zip(*points, strict=True), label=run.name, color=colours[run.name], linewidth=1.4, marker=marker, ms=4
-            )
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("step")
-    attention.set_yscale("log")
-    gradient.set_yscale("log")
-    training.legend(frameon=False)
-    return svg(figure)

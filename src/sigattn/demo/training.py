@@ -90,7 +90,7 @@ def model_configs(config: DemoConfig) -> dict[str, LanguageModelConfig]:
 
 
 def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    """Train the three models, write config.json, report.html and curves.svg, and return the runs of the report.
+    """Train the three models, write config.json and report.html, and return the runs of the report.
 
     Args:
         config: the settings.
@@ -122,7 +122,6 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
             flat = {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}
             page = report.comparison_page("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, flat)
             write_text(folder / "report.html", page)
-            write_text(folder / "curves.svg", report.curves(runs))
     return runs
 
 

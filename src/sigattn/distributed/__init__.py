@@ -4,7 +4,6 @@ from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh, shu
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.distributed.sharded_attention import ContextParallelShard, context_parallel, context_parallel_attention
 from sigattn.distributed.sharded_cache import sharded_cache_attention
-from sigattn.distributed.strategies import predicted_traffic
 
 __all__ = [
     "ContextParallelShard",
@@ -13,7 +12,6 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "init_process_mesh",
-    "predicted_traffic",
     "sharded_cache_attention",
     "shutdown",
 ]

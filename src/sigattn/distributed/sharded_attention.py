@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
-from sigattn.distributed.strategies import Exchange, ShardedAttention, Strategy
 from sigattn.ops import validation
 from sigattn.ops.attention import DENSE, validate
 from sigattn.ops.problem import Problem, cast_operands, log_length_bias, make_problem
@@ -35,7 +35,6 @@ def context_parallel_attention(
     key_lengths: Tensor | None = None,
     length: int | None = None,
     balanced: bool | None = None,
-    strategy: Strategy = "ring",
     softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
@@ -56,7 +55,6 @@ def context_parallel_attention(
         length: length of the whole sequence; None if all processes have the same number of positions.
         balanced: True if each process has one segment of the first and one of the second half
             (``SequenceSharding``); None for is_causal.
-        strategy: "ring", "gather" or "reduce" (``sigattn.distributed.strategies``).
         softcap: as in ``sigmoid_attention``.
         backend: as in ``sigmoid_attention``, but not "reference".
 
@@ -64,7 +62,7 @@ def context_parallel_attention(
         Attention output of this process's queries, (B, Hq, n, Dv).
 
     Raises:
-        ValueError: shapes or values that do not fit, or an unknown strategy.
+        ValueError: shapes or values that do not fit.
         TypeError: arguments of the wrong type.
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
@@ -73,16 +71,13 @@ def context_parallel_attention(
     _, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    _check_exchange(query, key, mesh, strategy)
+    if mesh.ndim != 1:
+        raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
+                         f"{validation.describe(query=query, key=key)}")  # fmt: skip
     group = mesh.get_group()
     sharding = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
-    # if every process has one query, a bias of one row may be that query's own
-    rows = bias.shape[-2] if isinstance(bias, Tensor) and bias.dim() > 1 else 0
-    if strategy == "reduce" and (rows > 1 or (rows == 1 and sharding.length == mesh.size())):
-        raise ValueError(
-            f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce" and a bias of {rows} rows '
-            f"for a sequence of {sharding.length} on {mesh.size()} processes"
-        )
     validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
     if bias is None:
         bias = log_length_bias(sharding.length)
@@ -102,20 +97,9 @@ def context_parallel_attention(
         key_lengths=key_lengths,
         softcap=softcap,
     )
-    exchange = Exchange(sharding, group, strategy, backend)
-    out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, exchange)
+    ring = Ring(sharding, group, backend)
+    out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
     return out
-
-
-def _check_exchange(query: Tensor, key: Tensor, mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Raise ValueError if the mesh or the strategy does not fit the call."""
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"{_NAME}: strategy must be one of {get_args(Strategy)}, got {strategy!r}")
-    if mesh.ndim != 1:
-        raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
-                         f"{validation.describe(query=query, key=key)}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,13 +107,11 @@ class ContextParallelShard:
     """Part of each sequence that this process holds: a ``SequenceShard`` of ``sigattn.nn.Attention``.
 
     Attributes:
-        mesh: processes that share the sequences. sharding: distribution of the positions. strategy: as in
-            ``context_parallel_attention``.
+        mesh: processes that share the sequences. sharding: distribution of the positions.
     """
 
     mesh: DeviceMesh
     sharding: SequenceSharding
-    strategy: Strategy = "ring"
 
     @property
     def length(self) -> int:
@@ -168,7 +150,6 @@ class ContextParallelShard:
             alibi_slopes=alibi_slopes,
             length=self.length,
             balanced=self.sharding.balanced,
-            strategy=self.strategy,
         )
 
 

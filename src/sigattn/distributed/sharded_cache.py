@@ -11,7 +11,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sigattn.flash import options
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
 from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds
@@ -81,7 +80,7 @@ def sharded_cache_attention(
         k_cache,
         v_cache,
         seqlens=ends.clamp(0, capacity),
-        bias=options.operator_bias(sigmoid_bias),
+        bias=flash_validation.operator_bias(sigmoid_bias),
         query_ends=ends,
         is_causal=causal,
         scale=softmax_scale,

@@ -15,15 +15,13 @@ Every function has four more arguments, after those of flash-attn:
 - ``backend``: as in ``sigattn.sigmoid_attention``; None selects the fastest that supports the call.
 - ``attn_mask``: a mask, bool or added to the logits, of the shape that each function documents; None for none.
 
-``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's
-functions, whose arguments have another order, are in ``sigattn.flash.v3``.
+``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``.
 
 ``return_attn_probs=True`` is not supported, because a sigmoid has no log-sum-exp; see ``sigattn.attention_statistics``.
 """
 
 from __future__ import annotations
 
-from sigattn.flash import v3 as v3
 from sigattn.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from sigattn.flash.kvcache import flash_attn_with_kvcache
 from sigattn.flash.padding import index_first_axis, pad_input, unpad_input
@@ -44,5 +42,4 @@ __all__ = [
     "index_first_axis",
     "pad_input",
     "unpad_input",
-    "v3",
 ]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from sigattn.flash import chunks
-from sigattn.flash.options import Options, refuse
-from sigattn.flash.validation import packed_together
+from sigattn.flash import validation as flash_validation
 from sigattn.ops import block_mask, validation
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, cast_operands, make_problem
@@ -63,12 +59,22 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 128, 4, 64])
     """
-    refuse(_NAME, return_attn_probs)
-    call_options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
-        sigmoid_precision, backend,
+    flash_validation.refuse_weights(_NAME, return_attn_probs)
+    validation.operands(_NAME, validation.ROWS_FIRST, q=q, k=k, v=v)
+    (batch, n, heads, _), m = q.shape, k.shape[1]
+    options = flash_validation.options(
+        _NAME, q, batch, DENSE.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, sigmoid_bias, sigmoid_precision, backend,
     )  # fmt: skip
-    return attend(q, k, v, call_options, attn_mask)
+    query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
+    blocks = None
+    if block_mask.is_block_mask(attn_mask):
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value, _NAME)
+    if attn_mask is not None:
+        validation.mask(_NAME, attn_mask, q, (batch, heads, n, m), query_name="q")
+    options |= block_mask.fields(blocks)
+    problem = make_problem(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
+    return DENSE(problem, backend).transpose(1, 2).contiguous()
 
 
 def flash_attn_qkvpacked_func(
@@ -87,7 +93,7 @@ def flash_attn_qkvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
-    q, k, v = packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    q, k, v = flash_validation.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -111,31 +117,8 @@ def flash_attn_kvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
-    k, v = packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    k, v = flash_validation.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
-
-
-def attend(q: Any, k: Any, v: Any, call_options: Options, attn_mask: Any, attention_chunk: int = 0) -> Tensor:
-    """Return the attention of a batch, for the functions of several versions of flash-attn.
-
-    Args:
-        q, k, v, attn_mask: as in ``flash_attn_func``. call_options: the options of the call.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
-    """
-    validation.operands(_NAME, validation.ROWS_FIRST, q=q, k=k, v=v)
-    (batch, n, heads, _), m = q.shape, k.shape[1]
-    options = call_options.checked(_NAME, q, batch, DENSE.backends)
-    query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
-    blocks = None
-    if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value, _NAME)
-    if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, q, (batch, heads, n, m), query_name="q")
-    if attention_chunk:
-        attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
-    options |= block_mask.fields(blocks)
-    problem = make_problem(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
-    return DENSE(problem, call_options.backend).transpose(1, 2).contiguous()

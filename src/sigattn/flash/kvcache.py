@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 from torch import Tensor
 
-from sigattn.flash import chunks, packing
 from sigattn.flash import validation as flash_validation
-from sigattn.flash.options import Options
-from sigattn.flash.packing import Tokens
-from sigattn.flash.rotary import Rotary
+from sigattn.flash.rotary import rotate
 from sigattn.ops import validation
 from sigattn.ops.kvcache import KV_CACHE, append_to_cache, check_cache_bounds, lengths_of_samples
 from sigattn.ops.problem import KVCacheProblem, make_problem
@@ -96,139 +90,41 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
     torch.Size([2, 1, 4, 64])
     """
-    refuse(return_softmax_lse)
-    call_options = Options(
-        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, sigmoid_precision, backend
-    )
-    return attend(
-        q, k_cache, v_cache, k, v, call_options, Rotary(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
-        cache_batch_idx, cache_leftpad, block_table, num_splits, attn_mask,
-    )  # fmt: skip
-
-
-class Packing(NamedTuple):
-    """Packed new queries and keys, which flash-attn 3 allows; None where they are padded."""
-
-    cu_seqlens_q: Any = None
-    max_seqlen_q: Any = None
-    cu_seqlens_k_new: Any = None
-
-    def tokens(self, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> tuple[Tokens | None, Tokens | None]:
-        """Return the tokens of q (total_q, Hq, D) and of k (total_new, Hkv, D), None for those that are padded."""
-        of_q = of_k = None
-        if self.cu_seqlens_q is not None:
-            of_q = packing.tokens(_NAME, "q", q, "cu_seqlens_q", self.cu_seqlens_q)
-        if self.cu_seqlens_k_new is not None:
-            flash_validation.new_keys(_NAME, k_cache, v_cache, k, v)
-            of_k = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", self.cu_seqlens_k_new, whole=True)
-        return of_q, of_k
-
-    def longest(self, counts: Tensor) -> int:
-        """Return the length to which queries are padded, given the number of each sample's."""
-        if self.max_seqlen_q is None:
-            raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
-        longest = validation.count(_NAME, "max_seqlen_q", self.max_seqlen_q)
-        reads_values = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-        if reads_values and counts.shape[0] and counts.max() > longest:
-            message = f"max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}"
-            raise ValueError(f"{_NAME}: {message}")
-        return longest
-
-
-def attend(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    call_options: Options,
-    rotary: Rotary,
-    cache_seqlens: Any,
-    cache_batch_idx: Any,
-    cache_leftpad: Any,
-    block_table: Any,
-    num_splits: Any,
-    attn_mask: Any,
-    *,
-    packed: Packing | None = None,
-    attention_chunk: int = 0,
-) -> Tensor:
-    """Return the attention of new queries against a cache, for the functions of several versions of flash-attn.
-
-    Args:
-        call_options: the options of the call. rotary: its rotary tables. packed: None if queries and keys are padded.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · N · capacity entries
-            unless N is 1.
-        The rest is as in ``flash_attn_with_kvcache``.
-    """
-    _check_bias(call_options.sigmoid_bias)
-    of_q, of_k = (None, None) if packed is None else packed.tokens(q, k_cache, v_cache, k, v)
-    if packed is not None and of_q is not None:
-        q = of_q.padded(q, packed.longest(of_q.counts))
-    if of_k is not None:
-        k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
-    new_k, new_v = (k, v) if of_k is None else (None, None)
-    table = flash_validation.cache(_NAME, q, k_cache, v_cache, new_k, new_v, cache_batch_idx, block_table)
+    if return_softmax_lse:
+        raise ValueError(f"{_NAME}: return_softmax_lse=True is not supported: a sigmoid has no log-sum-exp")
+    if sigmoid_bias is None:
+        raise TypeError(
+            f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (such as -log of its "
+            "training length): -log of the current length would change as the cache grows"
+        )
+    table = flash_validation.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     batch, n, heads, _ = q.shape
-    options = call_options.checked(_NAME, q, batch, KV_CACHE.backends, queries=n)
-    options["num_splits"] = validation.count(_NAME, "num_splits", num_splits)
+    options = flash_validation.options(
+        _NAME, q, batch, KV_CACHE.backends, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False,
+        sigmoid_bias, sigmoid_precision, backend, queries=n,
+    )  # fmt: skip
+    num_splits = validation.count(_NAME, "num_splits", num_splits)
     if attn_mask is not None:
-        if attention_chunk:
-            raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
         validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)", query_name="q")
-    validation.refuse_gradients(
-        _NAME, q, k_cache, v_cache, k, v, call_options.sigmoid_bias, call_options.alibi_slopes, attn_mask
-    )
-    for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary.seqlens)):
-        if t is not None:
-            validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
-    if any(tokens is not None and tokens.counts.shape[0] != batch for tokens in (of_q, of_k)):
-        message = f"cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
-        raise ValueError(f"{_NAME}: {message}")
+    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes, attn_mask)
+    if cache_leftpad is not None:
+        validation.integers(_NAME, "cache_leftpad", cache_leftpad, (batch,), "(B,)", q.device)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
     stops = lengths
     if k is not None:
         check_cache_bounds(_NAME, lengths, None, None, k_cache.shape[0], capacity)
-        stops = lengths + (k.shape[1] if of_k is None else of_k.counts)
+        stops = lengths + k.shape[1]
     check_cache_bounds(_NAME, stops, cache_leftpad, table, k_cache.shape[0], capacity, "cache_leftpad")
-    if rotary.cos is not None or rotary.sin is not None:
-        same = not call_options.causal and options["window"] in (None, (-1, -1)) and not attention_chunk
-        q, k = rotary.rotate(q, k, lengths, of_q, of_k, same=same)
-    if k is not None:
-        _append(k_cache, v_cache, k, v, lengths, table, of_k)
-    ends = None if of_q is None else stops - of_q.counts + n
-    if attention_chunk and n == 1:  # the keys before the chunk need not be read
-        cache_leftpad = chunks.start(stops, cache_leftpad, attention_chunk)
-    elif attention_chunk:
-        last = stops if ends is None else ends
-        attn_mask = chunks.cached(stops, cache_leftpad, last, n, capacity, attention_chunk)
-    options |= {"seqlens": stops, "left_padding": cache_leftpad, "block_table": table, "query_ends": ends}
-    out = KV_CACHE(
-        make_problem(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), call_options.backend
-    )
-    return out if of_q is None else of_q.packed(out)
-
-
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, tokens: Tokens | None
-) -> None:
-    """Append k and v to the cache; packed tokens (total, 1, Hkv, ·) are written as samples of one token each."""
-    if tokens is not None:
-        table = tokens.sample[:, None] if table is None else table[tokens.sample]
-        lengths = lengths.long()[tokens.sample] + tokens.offset
-    append_to_cache(k_cache, v_cache, k, v, lengths, table)
-
-
-def refuse(return_softmax_lse: bool) -> None:
-    """Raise ValueError if the log-sum-exp is requested."""
-    if return_softmax_lse:
-        raise ValueError(f"{_NAME}: return_softmax_lse=True is not supported: a sigmoid has no log-sum-exp")
-
-
-def _check_bias(bias: Any) -> None:
-    if bias is None or isinstance(bias, str):
-        raise TypeError(
-            f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (such as -log of its "
-            f"training length); got {bias!r}. -log of the current length would change as the cache grows"
-        )
+    if rotary_cos is not None or rotary_sin is not None:
+        k, cos, sin = flash_validation.rotary(_NAME, rotary_cos, rotary_sin, q, k)
+        has_positions = causal or options["window"] not in (None, (-1, -1))
+        q = rotate(q, cos, sin, lengths, rotary_interleaved, same_position=not has_positions)
+        k = rotate(k, cos, sin, lengths, rotary_interleaved)
+    if k is not None and v is not None:
+        append_to_cache(k_cache, v_cache, k, v, lengths, table)
+    problem = make_problem(
+        KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, seqlens=stops, left_padding=cache_leftpad,
+        block_table=table, num_splits=num_splits, **options,
+    )  # fmt: skip
+    return KV_CACHE(problem, backend)

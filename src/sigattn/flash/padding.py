@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sigattn.ops import scalars
+from sigattn.ops import scalars, validation
 
 
 def unpad_input(
@@ -37,14 +37,15 @@ def unpad_input(
     (torch.Size([5, 8]), [0, 2, 5], 3)
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() < 2:
-        _raise_error(TypeError, "unpad_input", "hidden_states must be a tensor (B, L, …)", hidden_states)
+        raise TypeError(f"unpad_input: hidden_states must be a tensor (B, L, …), got {scalars.describe(hidden_states)}")
     valid = _mask("attention_mask", attention_mask, hidden_states)
     stored = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
     lengths = stored.sum(-1, dtype=torch.int32)
     indices = stored.flatten().nonzero().flatten()
     longest: Any = lengths.max().item() if lengths.shape[0] else 0
     packed = hidden_states.flatten(0, 1).index_select(0, indices)
-    return packed, indices, cumulative(lengths), longest, valid.sum(-1, dtype=torch.int32)
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return packed, indices, cu_seqlens, longest, valid.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -63,9 +64,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
             [0., 1.]])
     """
     batch, seqlen = scalars.integer("pad_input", "batch", batch), scalars.integer("pad_input", "seqlen", seqlen)
-    _check_indices("pad_input", hidden_states, indices)
-    if indices.shape[0] != hidden_states.shape[0]:
-        _raise_error(ValueError, "pad_input", f"indices must be (total,) = ({hidden_states.shape[0]},)", indices)
+    validation.integers("pad_input", "indices", indices, hidden_states.shape[:1], "(total,)")
     _check_range("pad_input", indices, batch * seqlen, "batch * seqlen positions")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
@@ -78,29 +77,18 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
         TypeError: indices that are not integers.
         ValueError: an index beyond the rows, on a CPU. (On an accelerator reading the indices would synchronise.)
     """
-    _check_indices("index_first_axis", input, indices)
+    validation.integers("index_first_axis", "indices", indices, (None,), "(n,)")
     _check_range("index_first_axis", indices, input.shape[0], "rows of input")
     return input.index_select(0, indices)
 
 
-def cumulative(lengths: Tensor) -> Tensor:  # (B,) → (B + 1,)
-    """Return the cu_seqlens of concatenated sequences: the start of each, and the end of the last."""
-    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
 def _mask(name: str, mask: Any, hidden_states: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        _raise_error(TypeError, "unpad_input", f"{name} must be bool or integers (0 = padding)", mask)
+        raise TypeError(f"unpad_input: {name} must be bool or integers (0 = padding), got {scalars.describe(mask)}")
     if mask.shape != hidden_states.shape[:2]:
-        _raise_error(ValueError, "unpad_input", f"{name} must be (B, L) = {tuple(hidden_states.shape[:2])}", mask)
+        expected = tuple(hidden_states.shape[:2])
+        raise ValueError(f"unpad_input: {name} must be (B, L) = {expected}, got {scalars.describe(mask)}")
     return mask != 0
-
-
-def _check_indices(caller: str, rows: Any, indices: Any) -> None:
-    if not isinstance(rows, Tensor) or rows.dim() < 1:
-        _raise_error(TypeError, caller, "the first argument must be a tensor of rows", rows)
-    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-        _raise_error(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
 
 
 def _check_range(caller: str, indices: Tensor, stop: int, kind: str) -> None:
@@ -110,7 +98,3 @@ def _check_range(caller: str, indices: Tensor, stop: int, kind: str) -> None:
     first, last = (int(t) for t in indices.aminmax())
     if first < 0 or last >= stop:
         raise ValueError(f"{caller}: indices must lie in 0 … {stop - 1}, for {stop} {kind}, got {first} … {last}")
-
-
-def _raise_error(error: type[Exception], caller: str, what: str, argument: Any) -> NoReturn:
-    raise error(f"{caller}: {what}; got {scalars.describe(argument)}")

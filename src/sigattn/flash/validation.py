@@ -1,7 +1,8 @@
-"""Validation of the arguments of ``sigattn.flash`` that the operators do not have."""
+"""Validation of the arguments of ``sigattn.flash``, and their conversion for the operators."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,67 @@ from sigattn.ops import scalars, validation
 from sigattn.ops.validation import raise_error
 
 CACHE_NAMES = ("q", "k_cache", "v_cache", "k", "v", "block_table")
+
+
+def options(
+    caller: str,
+    q: Tensor,
+    batch: int,
+    backends: Iterable[str],
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    sigmoid_bias: Any,
+    sigmoid_precision: str | None,
+    backend: Any,
+    queries: int | None = None,
+) -> dict[str, Any]:
+    """Return the options of a call as arguments of ``ops.problem.make_problem``; raise unless they fit q.
+
+    batch: number of samples or sequences. queries: number of entries of a bias along queries; None if it has none.
+    """
+    dropout_p, scale, window, softcap = validation.numbers(
+        caller, dropout_p, softmax_scale, window_size, softcap, scale_name="softmax_scale", window_name="window_size"
+    )
+    validation.flag(caller, "causal", causal)
+    validation.flag(caller, "deterministic", deterministic)
+    validation.choice(caller, "backend", backend, tuple(backends))
+    if alibi_slopes is not None:
+        validation.slopes(caller, alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
+    if sigmoid_bias is not None:
+        bias(caller, sigmoid_bias, q, batch, queries)
+    return {
+        "dropout_p": dropout_p,
+        "scale": scale,
+        "is_causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+        "bias": None if sigmoid_bias is None else operator_bias(sigmoid_bias),
+        "precision": sigmoid_precision,
+    }
+
+
+def operator_bias(bias: float | Tensor) -> float | Tensor:
+    """Return the bias as the operators take it: a number, or (B or 1, Hq or 1, N or 1, 1)."""
+    if not isinstance(bias, Tensor):
+        return bias
+    shapes = {0: (1, 1, 1, 1), 1: (-1, 1, 1, 1), 2: (*bias.shape, 1, 1), 3: (*bias.shape, 1)}
+    return bias.reshape(shapes[bias.dim()])
+
+
+def refuse_weights(caller: str, return_attn_probs: bool) -> None:
+    """Raise ValueError if the weights or their row sums are requested."""
+    if return_attn_probs:
+        raise ValueError(
+            f"{caller}: return_attn_probs=True is not supported: a sigmoid has no log-sum-exp, and the weights are "
+            "never stored; see sigattn.attention_statistics"
+        )
 
 
 def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> Any:
@@ -26,22 +88,6 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
     return table
 
 
-def new_keys(caller: str, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
-    """Raise unless k (total_new, Hkv, D) and v (total_new, Hkv, Dv) fit the cache."""
-    if k is None or v is None:
-        raise_error(caller, ValueError, "cu_seqlens_k_new holds the offsets of k and v: pass both", k=k, v=v)
-    for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, Tensor) or t.dim() != 3:
-            raise_error(
-                caller, ValueError, f"with cu_seqlens_k_new, {name} must be (total, heads, head_dim)", **{name: t}
-            )
-    validation.tensors(caller, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    shapes = [(*a.shape[-2:], b.shape[-1]) for a, b in ((k, v), (k_cache, v_cache))]
-    if shapes[0] != shapes[1] or k.shape[:2] != v.shape[:2]:
-        message = "k and v must have the cache's heads and head_dim"
-        raise_error(caller, ValueError, message, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-
-
 def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
     """Raise unless k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table (B, …) fit together."""
     for name, t in (("k", k), ("v", v)):
@@ -53,8 +99,8 @@ def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
     validation.integers(caller, "block_table", table, (batch, None), "(B, pages of each)", q.device)
 
 
-def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
-    """Raise unless cos and sin are (positions, rotary_dim / 2), with rotary_dim at most head_dim."""
+def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return k, cos and sin; raise unless the tables are (positions, rotary_dim / 2), with rotary_dim ≤ head_dim."""
     rotary = {"rotary_cos": cos, "rotary_sin": sin}
     if k is None:
         raise_error(caller, ValueError, "rotary_cos and rotary_sin apply to new keys: pass k and v as well", **rotary)
@@ -65,6 +111,7 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
         raise_error(caller, ValueError, message, q=q, **rotary)
     for name, t in rotary.items():
         validation.same_device(caller, name, t, q, "q")
+    return k, cos, sin
 
 
 def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int) -> tuple[Tensor, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sigattn.flash import chunks, packing
-from sigattn.flash.options import Options, refuse
-from sigattn.flash.validation import packed_together
+from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
+from sigattn.ops.kvcache import check_cache_bounds
 from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
 from sigattn.ops.varlen import VARLEN, mask_target
 
@@ -73,13 +73,26 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True).shape
     torch.Size([10, 4, 64])
     """
-    refuse(_NAME, return_attn_probs)
-    call_options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
-        sigmoid_precision, backend,
+    flash_validation.refuse_weights(_NAME, return_attn_probs)
+    if block_table is not None:
+        k, v, cu_seqlens_k = _gather_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
+    validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
+    validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    max_q = validation.count(_NAME, "max_seqlen_q", max_seqlen_q)
+    max_k = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
+    batch = cu_seqlens_q.shape[0] - 1
+    options = flash_validation.options(
+        _NAME, q, batch, VARLEN.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, sigmoid_bias, sigmoid_precision, backend,
     )  # fmt: skip
-    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, cu_seqlens, longest, call_options, attn_mask, block_table=block_table)
+    if attn_mask is not None:
+        validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
+    q, k, v = cast_operands(q, k, v)
+    problem = make_problem(
+        VarlenProblem, q, k, v, attn_mask=attn_mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, **options,
+    )  # fmt: skip
+    return VARLEN(problem, backend)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -100,7 +113,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
-    q, k, v = packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
+    q, k, v = flash_validation.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -128,7 +141,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
-    k, v = packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
+    k, v = flash_validation.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
@@ -136,64 +149,29 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens: tuple[Any, Any],
-    longest: tuple[Any, Any],
-    call_options: Options,
-    attn_mask: Any,
-    *,
-    block_table: Any = None,
-    seqused: tuple[Any, Any] = (None, None),
-    attention_chunk: int = 0,
-) -> Tensor:
-    """Return the attention of packed sequences, for the functions of several versions of flash-attn.
-
-    Args:
-        q, k, v, attn_mask, block_table: as in ``flash_attn_varlen_func``. call_options: the options of the call.
-        cu_seqlens, longest: cu_seqlens_q and cu_seqlens_k, max_seqlen_q and max_seqlen_k.
-        seqused: (B,) integers for queries and for keys, number of rows of each sequence that are used, from its first;
-            None for all. The output of other rows is 0.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · max_seqlen_q ·
-            max_seqlen_k entries.
-    """
-    starts_q, starts_k = cu_seqlens
-    if block_table is not None:
-        k, v, starts_k = _from_pages(q, k, v, starts_q, starts_k, longest[1], block_table)
-    validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
-    validation.sequence_offsets(_NAME, q, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
-    max_q, max_k = (validation.count(_NAME, f"max_seqlen_{x}", n) for x, n in zip("qk", longest, strict=True))
-    batch = starts_q.shape[0] - 1
-    options = call_options.checked(_NAME, q, batch, VARLEN.backends)
-    if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
-    q, k, v = cast_operands(q, k, v)
-    order = None
-    used_q, used_k = seqused
-    packing.check_used(_NAME, "seqused_q", used_q, starts_q)
-    packing.check_used(_NAME, "seqused_k", used_k, starts_k)
-    if used_q is not None:
-        order, starts_q = packing.used_first(starts_q, used_q, q.shape[0])
-        q = q.index_select(0, order)
-    if used_k is not None:
-        used_rows, starts_k = packing.used_first(starts_k, used_k, k.shape[0])
-        k, v = (t.index_select(0, used_rows) for t in (k, v))
-    if attention_chunk:
-        attn_mask = chunks.combined(chunks.packed(starts_q, starts_k, (max_q, max_k), attention_chunk), attn_mask)
-    options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    out = VARLEN(make_problem(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), call_options.backend)
-    return out if order is None else packing.restore(out, order)
-
-
-def _from_pages(
+def _gather_pages(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys and values of concatenated sequences, gathered from pages, and their cu_seqlens."""
+    """Return the keys and values of the sequences, gathered from pages and concatenated, and their cu_seqlens.
+
+    On an accelerator, where the sum of the lengths is not read, there are B · max_seqlen_k keys; those beyond the last
+    sequence are arbitrary.
+    """
     validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    packing.check_pages(_NAME, q, k, v, table, cu_seqlens_k.diff())
+    starts = cu_seqlens_k.long()
+    batch = starts.shape[0] - 1
+    flash_validation.pages(_NAME, q, k, v, table, batch)
+    page_size = k.shape[1]
+    check_cache_bounds(_NAME, starts.diff(), None, table, k.shape[0], page_size * table.shape[1])
     longest = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
-    rows = packing.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
+    reads_values = starts.device.type == "cpu" and not torch.compiler.is_compiling()
+    total = int(starts[-1]) if reads_values else batch * longest
+    rows = torch.zeros(total, dtype=torch.int64, device=starts.device)
+    if batch and table.shape[1]:
+        index = torch.arange(total, device=starts.device)
+        sequence = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=batch - 1)
+        offset = index - starts[sequence]
+        page = table.long()[sequence, (offset // page_size).clamp(max=table.shape[1] - 1)]
+        rows = torch.where(index < starts[-1], page * page_size + offset % page_size, 0)
     k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
-    return k, v, cu_seqlens_k.clamp(max=rows.shape[0])
+    return k, v, cu_seqlens_k.clamp(max=total)

@@ -19,7 +19,7 @@ from sigattn.nn.norm import make_norm
 from sigattn.nn.position import SinusoidalEmbedding
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
-from sigattn.validation import SettingsError, check_among, check_at_least, check_positive, check_probability
+from sigattn.validation import check_at_least, check_positive, check_probability
 
 Position = Literal["cape", "rope", "alibi", "sincos", "none"]
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"  # tokens 1, 2, …; "|" separates words, token 0 is CTC's blank
@@ -32,11 +32,8 @@ class SpeechModelConfig(TransformerConfig):
     Attributes:
         num_mel_bins: number of channels of the log-mel filterbank.
         step: seconds from one frame of the filterbank to the next.
-        front_end: "conv1d", a convolution over time (the paper's text), or "conv2d", two 3 × 3 convolutions over time
-            and channels with stride 2 and a linear layer (Gulati et al., 2020; the conformer then has the 104M
-            parameters of the paper's table, and 97M with "conv1d").
-        kernel_size: kernel size of "conv1d", in frames.
-        stride: stride of "conv1d", in frames.
+        kernel_size: kernel size of the convolution over time, in frames.
+        stride: its stride, in frames.
         vocab_size: number of tokens, CTC's blank (0) included.
         position: "cape" or "sincos" (added to the input), "rope", "alibi" (with different slopes for earlier and later
             keys) or "none".
@@ -51,7 +48,6 @@ class SpeechModelConfig(TransformerConfig):
     init_values: float | None = 1e-4
     num_mel_bins: int = 80
     step: float = 0.01
-    front_end: Literal["conv1d", "conv2d"] = "conv1d"
     kernel_size: int = 7
     stride: int = 3
     vocab_size: int = 1 + len(ALPHABET)
@@ -68,13 +64,6 @@ class SpeechModelConfig(TransformerConfig):
         check_at_least(1, self, "num_mel_bins", "kernel_size", "stride", "vocab_size", "conformer_kernel_size")
         check_positive(self, "step")
         check_probability(self, "layer_drop")
-        check_among(("conv1d", "conv2d"), self, "front_end")
-        if self.front_end == "conv2d" and (self.kernel_size, self.stride, self.num_mel_bins < 7) != (7, 3, False):
-            raise SettingsError(
-                'front_end="conv2d" has kernels of 3 and strides of 2, and needs 7 mel bins: leave kernel_size and '
-                f"stride at their defaults; got kernel_size={self.kernel_size}, stride={self.stride}, "
-                f"num_mel_bins={self.num_mel_bins}"
-            )
 
     def build(self) -> SpeechModel:
         return SpeechModel(self)
@@ -82,7 +71,7 @@ class SpeechModelConfig(TransformerConfig):
     @property
     def tokens_per_sample(self) -> float:
         """Number of positions for a second of speech."""
-        return 1 / (self.step * self.frames_per_step)
+        return 1 / (self.step * self.stride)
 
     def tiny(self) -> SpeechModelConfig:
         return replace(super().tiny(), conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
@@ -90,11 +79,6 @@ class SpeechModelConfig(TransformerConfig):
     def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
         """Return frames and lengths, which differ if there are several samples."""
         return torch.randn(batch_size, 60, self.num_mel_bins), torch.linspace(60, 41, batch_size).long()
-
-    @property
-    def frames_per_step(self) -> int:
-        """Number of frames of the filterbank from one position of the model to the next."""
-        return self.stride if self.front_end == "conv1d" else 4
 
     def make_block(self, layer: int) -> Block | ConformerBlock:
         """Create the block of a layer, 0 … num_layers - 1.
@@ -130,13 +114,11 @@ class SpeechModel(Transformer):
         super().__init__()
         self.config = c = config
         _warn_of_unstable_options(config)
-        self.convolution: nn.Conv1d | Subsampling = (
-            nn.Conv1d(c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2)
-            if c.front_end == "conv1d"
-            else Subsampling(c.num_mel_bins, c.embed_dim)
+        self.convolution: nn.Conv1d = nn.Conv1d(
+            c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2
         )
         self.position: nn.Module = {
-            "cape": lambda: Cape(c.embed_dim, step=c.step * c.frames_per_step),
+            "cape": lambda: Cape(c.embed_dim, step=c.step * c.stride),
             "sincos": lambda: SinusoidalEmbedding(c.embed_dim),
         }.get(c.position, nn.Identity)()
         self.dropout: nn.Dropout = nn.Dropout(c.dropout)
@@ -156,7 +138,7 @@ class SpeechModel(Transformer):
             lengths: number of frames of each sample; None for all.
 
         Raises:
-            ValueError: if lengths does not have the shape (batch,), or there are too few frames for ``front_end``.
+            ValueError: if lengths does not have the shape (batch,).
         """
         if lengths is None:
             lengths = torch.full(frames.shape[:1], frames.shape[1], device=frames.device)
@@ -177,8 +159,6 @@ class SpeechModel(Transformer):
     def steps(self, lengths: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """Return the number of output steps for numbers of frames."""
         c = self.config
-        if c.front_end == "conv2d":
-            return ((((lengths - 1) // 2) - 1) // 2).clamp(min=1)  # two convolutions without padding
         return (lengths + 2 * (c.kernel_size // 2) - c.kernel_size) // c.stride + 1
 
     def loss(
@@ -191,32 +171,6 @@ class SpeechModel(Transformer):
         """Return ``ctc_loss`` of the frames' log-probabilities."""
         log_probabilities, steps = self(frames, lengths)
         return ctc_loss(log_probabilities, steps, targets, target_lengths)
-
-
-class Subsampling(nn.Module):
-    """Two 3 × 3 convolutions over time and channels with stride 2 and ReLU, and a linear layer (Gulati et al., 2020).
-
-    Args:
-        num_mel_bins: number of channels of the filterbank.
-        embed_dim: number of features, of each convolution and of the output.
-    """
-
-    def __init__(self, num_mel_bins: int, embed_dim: int) -> None:
-        super().__init__()
-        self.first: nn.Conv2d = nn.Conv2d(1, embed_dim, 3, 2)
-        self.second: nn.Conv2d = nn.Conv2d(embed_dim, embed_dim, 3, 2)
-        self.linear: nn.Linear = nn.Linear(((num_mel_bins - 1) // 2 - 1) // 2 * embed_dim, embed_dim)
-
-    def forward(self, x: Float[Tensor, "batch num_mel_bins length"]) -> Float[Tensor, "batch embed_dim steps"]:
-        """Return the features of every fourth frame.
-
-        Raises:
-            ValueError: if there are fewer than 7 frames.
-        """
-        if x.shape[2] < 7:
-            raise ValueError(f'front_end="conv2d" needs at least 7 frames, got {x.shape[2]}')
-        x = self.second(self.first(x.unsqueeze(1)).relu()).relu()  # (batch, embed_dim, channels, steps)
-        return self.linear(x.flatten(1, 2).mT).mT
 
 
 def ctc_loss(

@@ -56,8 +56,8 @@ def asr_conformer_ls960() -> Recipe:
     sigattn train asr-conformer-ls960 --data LIBRISPEECH    (--tiny --data FSDD: spoken digits, 8 minutes on 2 cores)
 
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-conformer-ls960``, an estimate by FLOPs. Paper: word
-    error rate 2.5 / 5.8 on test-clean / test-other, softmax 2.5 / 5.6. The text describes the front end used here, with
-    which the model has 97M parameters; the table's 104M are those of ``--model.front-end conv2d``.
+    error rate 2.5 / 5.8 on test-clean / test-other, softmax 2.5 / 5.6. With the front end that the text describes the
+    model has 97M parameters, not the table's 104M.
     """
     model = SpeechModelConfig(
         num_layers=16, embed_dim=512, num_heads=4, mlp_dim=2048, block_kind="conformer", position="rope", dropout=0.1

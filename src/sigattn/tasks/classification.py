@@ -28,7 +28,6 @@ class Classification(Task):
     label_smoothing: float = 0.0
     mixup: float = 0.0
     metric = "top1"
-    predicts_distributions = True
 
     def __post_init__(self) -> None:
         check_probability(self, "label_smoothing")

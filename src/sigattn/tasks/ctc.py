@@ -27,7 +27,6 @@ class CTC(Task):
 
     alphabet: str = ALPHABET
     metric = "wer"
-    predicts_distributions = True
 
     def build(self, model: SpeechModelConfig) -> nn.Module:
         """Return the speech model.

@@ -50,7 +50,7 @@ class Distillation(Task):
     def __post_init__(self) -> None:
         check_positive(self, "weight")
         check_not_negative(self, "layer_weight")
-        if not self.task.predicts_distributions:
+        if type(self.task).distributions is Task.distributions:
             raise SettingsError(
                 f"Distillation supports tasks whose models predict distributions, not {type(self.task).__name__}"
             )

@@ -32,7 +32,6 @@ class LanguageModelling(Task):
     end_token: int | None = None
 
     metric = "bits"
-    predicts_distributions = True
 
     @property
     def needs_whole_sequences(self) -> bool:  # type: ignore[override]

@@ -1,9 +1,8 @@
-"""The paper's theory as code: universal approximation (App. C), regularity (App. D), the bias (App. E), and FLOPs.
+"""The paper's theory as code: contextual mappings (App. C), regularity (App. D), the bias (App. E), and FLOPs.
 
 ``sigattn theory`` checks every statement numerically (``check_all``).
 """
 
-from sigattn.theory.approximation import UniversalApproximator
 from sigattn.theory.bias import bias_bounds, gradient_gap, normalizing_bias, order_optimal_bias
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification
 from sigattn.theory.regularity import Head, jacobian_norm, jacobian_norm_matrix_free, sigmoid_bound, softmax_bound
@@ -13,7 +12,6 @@ __all__ = [
     "ContextualMapping",
     "Head",
     "Statement",
-    "UniversalApproximator",
     "Verification",
     "bias_bounds",
     "check_all",

@@ -7,7 +7,6 @@ than "holds".
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sigattn.ops.attention as operator
 from sigattn.ops.custom_ops import FLOP_FORMULAS
-from sigattn.theory import approximation, bias, flops, regularity
+from sigattn.theory import bias, flops, regularity
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification, modified_attention
 
 HOLDS, CORRECTED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends"
@@ -52,7 +51,6 @@ def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
             for every n.)
     """
     yield from contextual_mappings(limit, longest)
-    yield from universal_approximation()
     yield from jacobian_bounds()
     yield from bias_rules()
     yield from operation_counts()
@@ -157,28 +155,6 @@ def _missing_delta() -> Statement:
         CORRECTED if wrong else HOLDS,
         f"(i + ½) δ: as printed the head gives another result in {wrong} of {cases} cases",
     )
-
-
-# -- Theorem 3.1 ------------------------------------------------------------------------------------------------------
-
-
-def universal_approximation() -> Iterator[Statement]:
-    """Check that the errors of the explicit networks fall as δ falls and as λ grows."""
-    falls, cases, notes = True, 0, []
-    for name, target in approximation.TARGETS.items():
-        for d, n, grid in ((1, 2, (4, 8, 16)), (2, 2, (2, 4)), (1, 3, (4, 8))):
-            found = [approximation.UniversalApproximator(target, d, n, size).error(500) for size in grid]
-            falls &= all(b < a for a, b in itertools.pairwise(found))
-            cases += len(found)
-            if (d, n) == (1, 2):
-                notes.append(f"{name} {' → '.join(f'{e:.3f}' for e in found)}")
-    yield _verdict("the L² error falls with δ", "Thm. 3.1", cases, not falls, f"1/δ = 4, 8, 16: {'; '.join(notes)}")
-    target = approximation.TARGETS["softmax attention"]
-    steep = (1e2, 1e3, 1e4, 1e6, 1e9)
-    found = [approximation.UniversalApproximator(target, 1, 2, 16, s).error(500) for s in steep]
-    falls = all(b <= a for a, b in itertools.pairwise(found))
-    note = f"λ = 10² … 10⁹: {' → '.join(f'{e:.3f}' for e in found)}; limited by float64, which needs c^(2n+2) < 2^53"
-    yield _verdict("the L² error falls as λ grows", "Thm. 3.1, App. C.1", len(found), not falls, note)
 
 
 # -- Theorem 3.2 ------------------------------------------------------------------------------------------------------

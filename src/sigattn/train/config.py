@@ -51,7 +51,6 @@ class TrainConfig:
             groups of so many processes.
         context_parallel: number of processes that share each sequence of a sigmoid language model, for contexts that do
             not fit into one. (Validation uses whole sequences.)
-        context_strategy: "ring", "gather" or "reduce" (``sigattn.distributed.sharded_attention``).
         validate_every: steps between validations; the last step always validates.
         eval_batch_size: samples (seconds of speech) that each process evaluates at a time.
         checkpoint_every: steps between checkpoints.
@@ -89,7 +88,6 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     tensor_parallel: int = 1
     context_parallel: int = 1
-    context_strategy: Literal["ring", "gather", "reduce"] = "ring"
     validate_every: int = 50
     eval_batch_size: int = 64
     checkpoint_every: int = 50

@@ -17,7 +17,6 @@ CHANGEABLE_SETTINGS = {
     "parallel",
     "tensor_parallel",
     "context_parallel",
-    "context_strategy",
     "grad_accum_steps",
     "compile",
     "checkpoint_activations",

@@ -274,7 +274,7 @@ class Trainer:
         if mesh is None:
             return None
         positions = SequenceSharding(batch[0].shape[1], mesh.size(), balanced=True)
-        return ContextParallelShard(mesh, positions, self.config.context_strategy)
+        return ContextParallelShard(mesh, positions)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -332,8 +332,3 @@ def _check_context(task: Task, model: ModelConfig, config: TrainConfig) -> None:
     ):
         if value:
             raise SettingsError(f"context_parallel does not support {name}={value}: set {name}={type(value)()}")
-    if config.context_strategy == "reduce" and transformer.attention_bias in ("log_visible", "log_alibi"):
-        raise SettingsError(
-            f'context_strategy="reduce" does not support attention_bias="{transformer.attention_bias}", which differs '
-            'between queries: set context_strategy to "ring" or "gather"'
-        )

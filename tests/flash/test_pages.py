@@ -1,4 +1,4 @@
-"""Packed sequences with keys in pages, or with unused rows: each equals a call of its own."""
+"""Packed sequences with keys in pages: each equals a call of its own."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sigattn import flash
-from sigattn.flash import packing
 
 from ..ops.cases import COMPILER_NOISE, device_of
 from ..test_flash import one_sequence
@@ -75,18 +74,6 @@ def test_compiled_without_reading_lengths(unchecked):
     )
     for a, b in pairs:
         torch.testing.assert_close(a, b)
-
-
-def test_used_rows_come_first():
-    cu_seqlens, used = torch.tensor([0, 3, 5, 5, 9], dtype=torch.int32), torch.tensor([2, 0, 0, 3])
-    order, cu = packing.used_first(cu_seqlens, used, 11)
-    assert order[:5].tolist() == [0, 1, 5, 6, 7]
-    assert sorted(order.tolist()) == list(range(11))
-    assert cu.tolist() == [0, 2, 2, 2, 5]
-    rows = torch.randn(11, 2)
-    assert torch.equal(packing.restore(rows[order], order), rows)
-    order, cu = packing.used_first(torch.tensor([0]), torch.tensor([], dtype=torch.int64), 3)
-    assert (order.tolist(), cu.tolist()) == ([0, 1, 2], [0])
 
 
 P = torch.randn(2, PAGE, 2, 8)

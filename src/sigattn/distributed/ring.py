@@ -1,0 +1,175 @@
+"""Ring attention: keys and values pass from process to process, forward and backward.
+
+Softmax attention must rescale its partial outputs when further keys arrive. With a sigmoid, partial outputs over
+disjoint sets of keys add (Sect. 4), and so do partial gradients. The next part is sent while the current one is used;
+in the backward pass the gradients of K and V are passed on as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from sigattn.distributed import collectives
+from sigattn.distributed.sequence_sharding import SequenceSharding
+from sigattn.ops.attention import DENSE
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import Problem, select_rows
+
+
+class Ring(NamedTuple):
+    """Processes that share sequences.
+
+    Attributes:
+        sharding: distribution of the positions. group: the processes.
+        backend: backend of the partial attention; None for the default.
+    """
+
+    sharding: SequenceSharding
+    group: ProcessGroup
+    backend: str | None
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process within the group."""
+        return dist.get_rank(self.group)
+
+    def send_to_next(self, parts: Sequence[Tensor], owner: int) -> collectives.Transfer:
+        """Start sending the parts of process ``owner`` to the next process, and receiving those of ``owner`` - 1."""
+        ranks = self.sharding.ranks
+        n = self.sharding.size((owner - 1) % ranks)
+        received = [t.new_empty(*t.shape[:2], n, t.shape[3]) for t in parts]
+        return collectives.Transfer(parts, received, (self.rank + 1) % ranks, (self.rank - 1) % ranks, self.group)
+
+    def parts(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Iterate over (rank, parts), starting with the local ones; the next are received while these are in use."""
+        ranks = self.sharding.ranks
+        for step in range(ranks):
+            owner = (self.rank - step) % ranks
+            transfer = self.send_to_next(parts, owner) if step < ranks - 1 else None
+            yield owner, parts
+            if transfer is not None:
+                parts = transfer.wait()
+
+
+_SAVED = ("query", "key", "value", "bias", "alibi_slopes")
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(_SAVED)
+
+
+class ShardedAttention(torch.autograd.Function):
+    """Attention of the local queries (B, Hq, n, D) to the keys and values (B, Hkv, n, ·) of all processes.
+
+    The tensors are those of the problem, which has the options.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        slopes: Tensor | None,
+        problem: Problem,
+        ring: Ring,
+    ) -> Tensor:
+        """Return the output, (B, Hq, n, Dv)."""
+        ctx.save_for_backward(query, key, value, bias, slopes)
+        ctx.options, ctx.ring = problem._replace(**_NO_TENSORS), ring
+        with torch.autocast(query.device.type, enabled=False):
+            return _forward(ring, problem).to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        """Return the gradients of the tensors."""
+        tensors = ctx.saved_tensors
+        problem = ctx.options._replace(**dict(zip(_SAVED, tensors, strict=True)))
+        needs = NeedsGrad(bias=ctx.needs_input_grad[3], alibi_slopes=ctx.needs_input_grad[4])
+        with torch.autocast(grad_out.device.type, enabled=False):
+            g = _backward(ctx.ring, problem, grad_out, needs)
+        sums = (g.query, g.key, g.value, g.bias, g.alibi_slopes)
+        return (*(None if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)), None, None)
+
+
+def _forward(ring: Ring, problem: Problem) -> Tensor:
+    """Return the output of the local queries, in float32 or float64."""
+    out = _zeros(problem.query, problem.value.shape[3])
+    for owner, (key, value) in ring.parts((problem.key, problem.value)):
+        for part, rows, _ in _visible_parts(ring, problem._replace(key=key, value=value), owner):
+            out[:, :, rows] += DENSE.backends[DENSE.choose(part, ring.backend)].forward(part, None)[0]
+    return out
+
+
+def _backward(ring: Ring, problem: Problem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
+    """Return the gradients of the local tensors, in float32 or float64."""
+    p = problem
+    bias = _zeros(p.bias) if p.bias is not None and needs.bias else None
+    slopes = _zeros(p.alibi_slopes) if p.alibi_slopes is not None and needs.alibi_slopes else None
+    sums = Gradients(_zeros(p.query), _zeros(p.key), _zeros(p.value), bias, None, slopes)
+    transfer = None
+    for owner, (key, value) in ring.parts((p.key, p.value)):
+        dk, dv = _zeros(key), _zeros(value)
+        sums = sums._replace(key=dk, value=dv)
+        _add_gradients(ring, sums, p._replace(key=key, value=value), grad_out, needs, owner)
+        # dK and dV follow their keys and values round the ring, one step later
+        if transfer is not None:
+            for total, received in zip((dk, dv), transfer.wait(), strict=True):
+                total.add_(received)
+        if ring.sharding.ranks > 1:
+            transfer = ring.send_to_next((dk, dv), owner)
+    if transfer is not None:
+        dk, dv = transfer.wait()
+        sums = sums._replace(key=dk, value=dv)
+    return sums
+
+
+def _add_gradients(
+    ring: Ring,
+    sums: Gradients,
+    problem: Problem,
+    grad_out: Tensor,
+    needs: NeedsGrad,
+    owner: int,
+) -> None:
+    """Add to sums the gradients of the local queries with the keys of process ``owner``."""
+    for part, rows, columns in _visible_parts(ring, problem, owner):
+        backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
+        assert backward is not None
+        g = backward(part, grad_out[:, :, rows], part.query.new_empty(0), needs)
+        for total, gradient in (
+            (select_rows(sums.query, rows), g.query),
+            (select_rows(sums.key, columns), g.key),
+            (select_rows(sums.value, columns), g.value),
+            (select_rows(sums.bias, rows), g.bias),
+            (sums.alibi_slopes, g.alibi_slopes),
+        ):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
+
+
+def _visible_parts(ring: Ring, problem: Problem, owner: int) -> Iterator[tuple[Problem, slice, slice]]:
+    """Iterate over the pairs of local segments and those of ``owner`` that the mask does not hide, and their slices."""
+    pairs = ring.sharding.visible_pairs(ring.rank, owner, problem.left, problem.right)
+    for rows, columns, q, k in pairs:
+        lengths = None if problem.key_lengths is None else (problem.key_lengths - k.start).clamp(0, len(k))
+        part = problem._replace(
+            query=problem.query[:, :, rows],
+            key=problem.key[:, :, columns],
+            value=problem.value[:, :, columns],
+            bias=select_rows(problem.bias, rows),
+            key_lengths=lengths,
+            query_offset=q.start - k.start,
+        )
+        yield part, rows, columns
+
+
+def _zeros(t: Tensor, width: int | None = None) -> Tensor:
+    """Return zeros of t's shape, or with another last dimension, in float32 or float64."""
+    shape = t.shape if width is None else (*t.shape[:-1], width)
+    return torch.zeros(shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device)
