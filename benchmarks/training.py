@@ -21,7 +21,7 @@ import torch
 from benchmarks.results_file import ResultsFile
 from sigattn.data.dataset import Data
 from sigattn.data.digits import Digits
-from sigattn.data.text import TextData, TokenText
+from sigattn.data.text import TextData
 from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -83,12 +83,12 @@ def benchmark_training(config: TrainingBenchmark) -> None:
 
 def _jobs(config: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    text = TokenText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
+    text = TextData.from_bytes(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
     layers = {} if config.num_layers is None else {"num_layers": config.num_layers}
     jobs: list[tuple[str, Recipe, Data]] = []
     for kappa in config.kappas:
         recipe = find_recipe(f"lm-kappa-{kappa}").with_transformer(vocab_size=256, **layers)
-        jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
+        jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, text))
     if not config.vision:
         return jobs
     size = {

@@ -29,7 +29,7 @@ from experiments.experiment import (
     count_seeds_by,
     select,
 )
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe
@@ -126,7 +126,7 @@ def bits_at_length(model: LanguageModel, setting: Setting, context: int, length:
         config = replace(config, attention_bias=-math.log(context))
     longer = saving.build(replace(config, max_seq_len=length))
     longer.load_state_dict(model.state_dict())
-    text = TextData(TokenText.split(load_text(setting.data), length), length, held_out=setting.scaled(2, 16, 64))
+    text = TextData.from_bytes(load_text(setting.data), length, held_out=setting.scaled(2, 16, 64))
     with torch.no_grad():
         return LanguageModelling().evaluate(longer.eval(), text.validation(4))["bits"]
 

@@ -26,7 +26,7 @@ from torch import nn
 from experiments import cache, drawing, intervals
 from experiments.conversion_models import TransformersModel, llama
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.optional import require
@@ -103,7 +103,7 @@ def train(task: ByteLanguageModelling, sizes: LanguageModelConfig, training: Tra
         rows = read_metrics(Path(name) / "metrics.jsonl")
     curve = {row["step"] + 1: row["validation_bits"] for row in rows if "validation_bits" in row}
     context, half = sizes.max_seq_len, sizes.max_seq_len // 2
-    batches = TextData(text.text, half, text.held_out).validation(training.eval_batch_size)
+    batches = TextData(text.tokens, half, text.fingerprint, held_out=text.held_out).validation(training.eval_batch_size)
 
     def bits_at_half(model: nn.Module) -> float:
         with torch.no_grad():
@@ -126,7 +126,7 @@ def compare_causal_biases(setting: Setting) -> Result:
     require("transformers", "GPT-2 and Llama", "'sigattn[transformers]'")
     context, steps = setting.scaled(16, 128, 1024), setting.steps(2, 2000, 20000)
     sizes = LanguageModelConfig(embed_dim=96, num_layers=3, num_heads=4, max_seq_len=context)
-    text = TextData(TokenText.split(load_text(setting.data), context), context, setting.scaled(8, 128, 512))
+    text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(8, 128, 512))
     names = tuple(ARCHITECTURES) if setting.scale != "smoke" else ("GPT-2", "ALiBi")
     training = TrainConfig(
         max_steps=steps,

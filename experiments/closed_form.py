@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+import torch
 
 from experiments import attention_norms, cache, drawing, intervals
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
@@ -22,13 +24,47 @@ WEIGHTS = {  # standard deviation of the weights of a head of size 16
 }
 
 
+def random_head(
+    d: int, activation: str, generator: torch.Generator, std: float | None = None, hybrid_norm: bool = False
+) -> regularity.Head:
+    """Return a head with (d, d) matrices of normal entries; their standard deviation defaults to d^-1/2."""
+    std = d**-0.5 if std is None else std
+    q, k, v = (std * torch.randn(d, d, generator=generator, dtype=torch.float64) for _ in range(3))
+    return regularity.Head(q, k, v, activation, hybrid_norm=hybrid_norm)
+
+
+def norms_over_length(
+    lengths: tuple[int, ...] = (8, 16, 32, 64, 128, 256), trials: int = 10, std: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the data of the figure "empirical regularity": Jacobian norms of sigmoid and softmax attention over n.
+
+    Tokens of 16 numbers are standard normal, heads come from ``random_head``, with and without hybrid-norm, b = -log n.
+
+    Returns:
+        Rows with n, trial, activation, hybrid_norm, norm and bound (None with hybrid-norm).
+    """
+    rows: list[dict[str, Any]] = []
+    for n in lengths:
+        for trial in range(trials):
+            generator = torch.Generator().manual_seed(trial)
+            drawn = random_head(16, "sigmoid", generator, std)
+            x = torch.randn(n, 16, generator=generator, dtype=torch.float64)  # a generator of the same seed repeats W_q
+            for activation, bound in (("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)):
+                for hybrid in (False, True):
+                    head = replace(drawn, activation=activation, hybrid_norm=hybrid)
+                    norm = regularity.jacobian_norm_matrix_free(head, x, tolerance=1e-6)
+                    row = {"n": n, "trial": trial, "activation": activation, "hybrid_norm": hybrid, "norm": norm}
+                    rows.append({**row, "bound": None if hybrid else bound(head, x)})
+    return rows
+
+
 def measure_jacobian_norms(setting: Setting) -> Result:
     """Measure Jacobian norms over n, in ten trials each, with the weights of three initialisations."""
     lengths = setting.scaled((8, 16), (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 256, 512, 1024))
     figure, axes = drawing.axes_grid(2, len(WEIGHTS), width=5.0)
     data, rows = [], []
     for i, (weights, std) in enumerate(WEIGHTS.items()):
-        found = regularity.norms_over_length(lengths, setting.scaled(2, 10, 10), std=std)
+        found = norms_over_length(lengths, setting.scaled(2, 10, 10), std=std)
         data += [{"weights": weights, **row} for row in found]
         plot_jacobian_norms(axes[2 * i : 2 * i + 2], found)
         axes[2 * i].set_ylabel(f"Jacobian norm, {weights.partition(',')[0]}")

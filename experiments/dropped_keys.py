@@ -22,7 +22,7 @@ from torch import Tensor
 from experiments import drawing, intervals, sweep
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.instrumentation import replaced_attention
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.nn import functional
 from sigattn.ops import reference
 from sigattn.recipes.registry import find_recipe
@@ -91,7 +91,7 @@ def measure_dropped_keys(setting: Setting) -> Result:
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
     recipe = sweep.shortened(recipe, setting.steps(4, 400, 3000), setting.scaled(2, 16, 16))
     outcomes = sweep.train_variants(setting, {"sigmoid": recipe, "softmax": recipe.softmax()})
-    text = TextData(TokenText.split(load_text(setting.data), context), context, held_out=setting.scaled(2, 16, 32))
+    text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(2, 16, 32))
     data: list[dict[str, Any]] = []
     for name, runs in outcomes.items():
         for run in runs:

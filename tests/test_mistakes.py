@@ -217,11 +217,11 @@ def test_tokens_beyond_the_vocabulary(token, corpus):
     tokens[5] = token
     tokens[-5] = token
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise the change itself is found
-    text = load_packed(file, 300, seq_len=16, held_out=0.1)
+    text = load_packed(file, 300, seq_len=16, held_out_fraction=0.1)
     with pytest.raises(DataError, match=f"holds token {token}, and the model has a vocabulary of 300"):
-        text.batch(0, 2000, 16, seed=0)
+        text.batch(0, 2000, seed=0)
     with pytest.raises(DataError, match=f"holds token {token}"):
-        text.validation_batch(2000, 16)
+        text.validation(2000)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 
 
 def test_default_text_is_cpythons_documentation():
@@ -44,50 +44,50 @@ def test_unusable_text(tmp_path):
 
 def test_text_shorter_than_the_context():
     with pytest.raises(DataError, match="too short for a context of 256"):
-        TokenText.split(b"x" * 2000, 256)
-    TokenText.split(b"x" * 2600, 256)
+        TextData.from_bytes(b"x" * 2000, 256)
+    TextData.from_bytes(b"x" * 2600, 256)
 
 
 def test_the_end_is_held_out():
-    text = TokenText.split(bytes(range(200)) * 5, 8)
-    assert len(text.validation) == 100
-    assert bytes(text.training.tolist()) + bytes(text.validation.tolist()) == bytes(range(200)) * 5
+    text = TextData.from_bytes(bytes(range(200)) * 5, 8)
+    assert len(text.held_out_tokens) == 100
+    assert bytes(text.training_tokens.tolist()) + bytes(text.held_out_tokens.tolist()) == bytes(range(200)) * 5
 
 
 def test_texts_with_other_training_parts_have_other_fingerprints():
     """A run cannot be resumed with held-out text in its training part; default splits have the hash of the text."""
     text = b"some text " * 50
-    default, same, half = (TextData(TokenText.split(text, 8, *part), 8).fingerprint for part in ((), (0.1,), (0.5,)))
-    assert default == same == hashlib.sha256(text).hexdigest()
+    default, half = (TextData.from_bytes(text, 8, held_out_fraction=fraction).fingerprint for fraction in (0.1, 0.5))
+    assert default == hashlib.sha256(text).hexdigest()
     assert half != default
 
 
 def test_the_last_held_out_window_ends_with_the_text():
     """Also where float32 rounds its start up, to a number past the end."""
     for last in (1000, 2**24 + 3, 2**26 - 1):
-        held_out = torch.zeros(1, dtype=torch.int64).expand(last + 9)  # takes no memory
-        tokens, _ = TokenText(held_out, held_out, "hash").validation_batch(5, 8)
-        assert tokens.shape == (5, 8)
+        tokens = torch.zeros(1, dtype=torch.int64).expand(2 * (last + 9))  # takes no memory
+        ((windows, _),) = TextData(tokens, 8, "hash", held_out=5, held_out_fraction=0.5).validation(5)
+        assert windows.shape == (5, 8)
 
 
 def test_batches_are_windows_and_their_successors():
-    text = TokenText.split(bytes(range(250)), 8)
-    tokens, targets = text.batch(3, 5, 8, seed=0)
+    text = TextData.from_bytes(bytes(range(250)), 8)
+    tokens, targets = text.batch(3, 5, seed=0)
     assert tokens.shape == targets.shape == (5, 8)
     assert torch.equal(targets, tokens + 1)
-    assert targets.max() < len(text.training)
+    assert targets.max() < len(text.training_tokens)
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    text = TokenText.split(bytes(range(250)) * 10, 8)
-    first = text.batch(3, 5, 8, seed=0)[0]
+    text = TextData.from_bytes(bytes(range(250)) * 10, 8)
+    first = text.batch(3, 5, seed=0)[0]
     torch.manual_seed(99)
-    assert torch.equal(text.batch(3, 5, 8, seed=0)[0], first)
-    assert not torch.equal(text.batch(4, 5, 8, seed=0)[0], first)
-    assert not torch.equal(text.batch(3, 5, 8, seed=1)[0], first)
+    assert torch.equal(text.batch(3, 5, seed=0)[0], first)
+    assert not torch.equal(text.batch(4, 5, seed=0)[0], first)
+    assert not torch.equal(text.batch(3, 5, seed=1)[0], first)
 
 
 def test_every_training_byte_can_be_drawn():
-    text = TokenText.split(bytes(range(100)), 4)
-    seen = {int(t) for step in range(200) for batch in text.batch(step, 8, 4, seed=0) for t in batch.flatten()}
+    text = TextData.from_bytes(bytes(range(100)), 4)
+    seen = {int(t) for step in range(200) for batch in text.batch(step, 8, seed=0) for t in batch.flatten()}
     assert seen == set(range(90))

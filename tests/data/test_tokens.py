@@ -10,7 +10,7 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
-from sigattn.data.text import TextData, TokenText
+from sigattn.data.text import TextData
 from sigattn.data.tokens import (
     END,
     find_packed_tokenizer,
@@ -39,8 +39,8 @@ def test_documents_and_tokens(corpus, tmp_path):
     assert len(list(iter_documents(corpus))) == 3
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "new" / "tokenizer.json")
     again = load_tokenizer(tmp_path / "new" / "tokenizer.json")
-    text = tokenize_corpus(corpus, again, 300, seq_len=8, held_out=0.1)
-    everything = [*text.training.tolist(), *text.validation.tolist()]
+    text = tokenize_corpus(corpus, again, 300, seq_len=8, held_out_fraction=0.1)
+    everything = [*text.training_tokens.tolist(), *text.held_out_tokens.tolist()]
     end = tokenizer.token_to_id(END)
     assert everything.count(end) == 3
     assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
@@ -64,12 +64,11 @@ def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     assert len(list(iter_documents(corpus))) == 5
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
     count = pack_corpus(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
-    text = load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8, held_out=0.1)
-    everything = [*text.training.tolist(), *text.validation.tolist()]
+    text = load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8, held_out_fraction=0.1)
+    everything = [*text.training_tokens.tolist(), *text.held_out_tokens.tolist()]
     assert len(everything) == count
     assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
-    data = TextData(text, 8)
-    tokens, targets = data.batch(3, 4, seed=0)
+    tokens, targets = text.batch(3, 4, seed=0)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256: set model.vocab_size to"):
@@ -94,8 +93,8 @@ def test_invalid_utf_8(tmp_path):
 
 def test_too_short_training_part():
     with pytest.raises(DataError, match="at least 91 tokens are needed"):
-        TokenText.split_tokens(torch.arange(60), 8, 0.9, "")
-    assert len(TokenText.split_tokens(torch.arange(91), 8, 0.9, "").training) == 10
+        TextData(torch.arange(60), 8, "", held_out_fraction=0.9)
+    assert len(TextData(torch.arange(91), 8, "", held_out_fraction=0.9).training_tokens) == 10
 
 
 @pytest.fixture
@@ -113,10 +112,10 @@ def test_changed_packed_file_raises(stored):
     assert changed != content
     stored.write_bytes(changed)
     with pytest.raises(DataError, match=r"corpus\.bin has changed since sigattn pack wrote it"):
-        load_packed(stored, 300, seq_len=8, held_out=0.1)
+        load_packed(stored, 300, seq_len=8, held_out_fraction=0.1)
     stored.write_bytes(content)  # the same content again, at another time
     os.utime(stored, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
-    assert len(load_packed(stored, 300, seq_len=8, held_out=0.1).training)
+    assert len(load_packed(stored, 300, seq_len=8, held_out_fraction=0.1).training_tokens)
 
 
 def test_find_packed_tokenizer(stored, corpus, tmp_path):

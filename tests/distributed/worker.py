@@ -9,7 +9,7 @@ import torch
 
 from sigattn.data.dataset import PlaceholderBatch
 from sigattn.data.digits import Digits
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
@@ -34,16 +34,15 @@ VISION = ViTConfig(
 def setting(kind):
     """Task, model and data."""
     if kind == "language":
-        return LanguageModelling(), LANGUAGE, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
+        return LanguageModelling(), LANGUAGE, TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
     if kind == "documents":  # lines of very different numbers of words, so of targets that are not ignored
-        text = TokenText.split(load_text()[:40_000], 32)
-        return LanguageModelling(end_token=ord(" ")), LANGUAGE, TextData(text, 32, held_out=4)
+        text = TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
+        return LanguageModelling(end_token=ord(" ")), LANGUAGE, text
     if kind == "placeholder":
-        text = TokenText.split(load_text()[:40_000], 32)
-        return LanguageModelling(), LANGUAGE, FirstProcessOnly(text, 32, held_out=4)
+        return LanguageModelling(), LANGUAGE, FirstProcessOnly.from_bytes(load_text()[:40_000], 32, held_out=4)
     if kind == "rope":
         model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
-        return LanguageModelling(), model, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
+        return LanguageModelling(), model, TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()
     task = SimCLR(projector_dim=16, output_dim=8) if kind == "contrast" else BYOL(projector_dim=16, output_dim=8)

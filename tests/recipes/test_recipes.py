@@ -109,7 +109,8 @@ def test_recipe_builds_and_is_documented(recipe):
         recipe.task.build(recipe.model)
     words = RECIPES[recipe.name].__doc__
     assert f"sigattn train {recipe.name} " in words
-    for part in ("Hardware:", "Time:", *(["Paper:"] if recipe.paper else [])):
+    is_of_the_paper = recipe.name != "text-classifier"
+    for part in ("Hardware:", "Time:", *(["Paper:"] if is_of_the_paper else [])):
         assert part in words
     assert recipe.gpu_hours() > 0
 

@@ -51,27 +51,6 @@ def test_non_finite_logits_raise():
         bias.normalizing_bias(torch.tensor([0.0, math.nan]))
 
 
-def test_order_optimal_bias():
-    assert bias.order_optimal_bias(4, 0.1) == -math.sqrt(10)  # the paper rounds √10 to 3
-    assert bias.order_optimal_bias(4096, 0.1) == -math.log(4096)
-    for n, epsilon in ((0, 0.1), (4, 0.0), (4, 2.0)):
-        with pytest.raises(ValueError, match="order_optimal_bias"):
-            bias.order_optimal_bias(n, epsilon)
-
-
-def test_gradients_agree_if_weights_agree():
-    z = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    b = bias.normalizing_bias(z.detach())
-    weights, gradients = bias.gradient_gap(z.detach(), b)
-    p = torch.sigmoid(z + b[:, None])
-    (dp,) = torch.autograd.grad(p.sum(), z)  # dp_i/dz_i, the sigmoid being element-wise
-    softmax = z.softmax(-1).detach()
-    own = torch.diagonal(torch.func.vmap(torch.func.jacrev(lambda r: r.softmax(-1)))(z.detach()), dim1=1, dim2=2)
-    torch.testing.assert_close(own, softmax * (1 - softmax))
-    torch.testing.assert_close(gradients, (dp - own).abs())
-    torch.testing.assert_close(weights, (p.detach() - softmax).abs())
-
-
 def test_table_1():
     assert flops.logits(2048, 64) == 2 * 2048 * 64
     assert flops.logits(2048, 64, causal=True) == 2 * (2049 / 4096) * 2048 * 64

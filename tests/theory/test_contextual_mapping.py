@@ -43,9 +43,9 @@ def test_layers_change_the_first_number_only():
 def test_mapping_is_contextual(d, n, inverse_delta):
     m = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
     assert m.c - 1 <= (n - 1) * (m.grid - 1) * math.comb(n - 1, math.ceil((n - 1) / 2)) < m.c
-    v = m.verify()
+    v = Verification.of(m)
     assert v.inputs == math.comb(inverse_delta**d, n)
-    assert v.is_contextual_mapping
+    assert m.is_contextual()
     printed = {Verification.PRINTED, Verification.AS_PRINTED}
     assert not any(v.failed[s] for s in v.failed if s not in printed)
     assert v.failed[Verification.AS_PRINTED] == 1
@@ -77,7 +77,7 @@ def test_printed_closed_form_agrees_up_to_three_tokens():
 
 
 def test_lemmas_fail_without_the_first_layer():
-    v = ContextualMapping(d=1, n=3, inverse_delta=6, first_layer=1).verify()
+    v = Verification.of(ContextualMapping(d=1, n=3, inverse_delta=6, first_layer=1))
     zeros = math.comb(5, 2)  # inputs with a token of index 0
     assert v.failed[Verification.LAST] == v.failed[Verification.SHIFT] == zeros
 
@@ -87,7 +87,7 @@ def test_too_small_c_is_not_contextual():
     least = m.smallest_c()
     assert 1 < least <= m.proof_c
     worse = ContextualMapping(d=1, n=2, inverse_delta=6, c=least - 1)
-    assert not worse.verify().is_contextual_mapping
+    assert not worse.is_contextual()
     final = [x for l in worse.all_inputs() for x in worse.global_shift(worse.selective_shifts(l))]
     assert len(set(final)) < len(final)
 
@@ -104,11 +104,6 @@ def test_too_small_c_is_not_contextual():
 def test_invalid_sizes_raise(sizes, error, message):
     with pytest.raises(error, match=message):
         ContextualMapping(**sizes)
-
-
-def test_too_many_inputs_raise_with_the_count():
-    with pytest.raises(ValueError, match="64,684,950 inputs of 4 tokens, 258,739,800 in all; the limit is 50,000"):
-        ContextualMapping(d=1, n=4, inverse_delta=200).verify()
 
 
 @pytest.mark.parametrize(

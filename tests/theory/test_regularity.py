@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from experiments import closed_form
 from sigattn.theory import regularity
 from sigattn.theory.regularity import Head, jacobian_norm, jacobian_norm_matrix_free
 from tests.ops.cases import COMPILER_NOISE
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch'
 
 def draw(activation, seed, n=7, d=4, **options):
     g = torch.Generator().manual_seed(seed)
-    return regularity.random_head(d, activation, g, **options), torch.randn(n, d, generator=g, dtype=torch.float64)
+    return closed_form.random_head(d, activation, g, **options), torch.randn(n, d, generator=g, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
@@ -89,7 +90,7 @@ def test_tokens_of_the_figure_are_independent_of_the_weights(monkeypatch):
     """Tokens and weights drawn from generators of one seed would be the same numbers."""
     drawn = []
     monkeypatch.setattr(regularity, "jacobian_norm_matrix_free", lambda *args, **_: drawn.append(args) or 1.0)
-    regularity.norms_over_length((64,), trials=3)
+    closed_form.norms_over_length((64,), trials=3)
     assert len(drawn) == 3 * 4
     for head, x in drawn:
         for weights in (head.query, head.key, head.value):

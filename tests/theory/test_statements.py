@@ -4,7 +4,7 @@ import pytest
 
 from sigattn import cli
 from sigattn.cli import theory
-from sigattn.theory import regularity, statements
+from sigattn.theory import statements
 from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch's, of forward mode
@@ -15,16 +15,13 @@ NOT_PLAIN = {
     "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …": statements.CORRECTED,
     "b_q of the fourth head of a selective shift is i + ½": statements.CORRECTED,
     "‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²": statements.CORRECTED,
-    "sigmoid's Jacobian norm lies below softmax's": statements.DEPENDS,
     "b ≈ -(M + log n) ≈ -max(M, log n)": statements.DEPENDS,
 }
 
 
-def test_verdicts(monkeypatch):
-    norms = regularity.norms_over_length  # of 10 trials, up to 128 tokens: 15 seconds
-    monkeypatch.setattr(regularity, "norms_over_length", lambda _, trials, std: norms((8, 32), trials // 2, std=std))
+def test_verdicts():
     found = list(statements.check_all(limit=300, longest=5))
-    assert len(found) >= 20
+    assert len(found) >= 19
     assert all(s.cases > 0 for s in found)
     assert {s.claim: s.verdict for s in found if s.verdict != statements.HOLDS} == NOT_PLAIN
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop
@@ -22,7 +22,7 @@ TRAIN = TrainConfig(max_steps=14, batch_size=4, warmup_steps=3, validate_every=5
 
 def train(folder):
     """The run, or the rest of it."""
-    data = TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=8)
+    data = TextData.from_bytes(load_text()[:40_000], 32, held_out=8)
     loop.train(LanguageModelling(), MODEL, TRAIN, data, Path(folder), resume=True)
 
 

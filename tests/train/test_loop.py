@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sigattn.data.dataset import Data
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.files import FileFormatError
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
@@ -41,7 +41,7 @@ TRAIN = TrainConfig(max_steps=12, batch_size=4, warmup_steps=3, validate_every=5
 
 @pytest.fixture(scope="module")
 def text():
-    return TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=8)
+    return TextData.from_bytes(load_text()[:40_000], 32, held_out=8)
 
 
 class Utterances(Data):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop, metrics, trainer
@@ -37,7 +37,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def text():
-    return TextData(TokenText.split(load_text()[:20_000], 16), 16, held_out=4)
+    return TextData.from_bytes(load_text()[:20_000], 16, held_out=4)
 
 
 def train(data, folder, config=TRAIN, **options):

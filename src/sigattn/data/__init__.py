@@ -9,7 +9,7 @@ from sigattn.data.labelled_text import LabelledText, load_labelled_text
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
 from sigattn.data.synthetic import KSummationData, PairRepeatData
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
 from sigattn.data.unreadable import UnreadableFiles
 
@@ -27,7 +27,6 @@ __all__ = [
     "Speech",
     "StreamedText",
     "TextData",
-    "TokenText",
     "UnreadableFiles",
     "Utterance",
     "group_by_duration",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator
-from sigattn.data.text import TokenText, load_text
+from sigattn.data.text import TextData, load_text
 
 PACKAGES = ("asyncio", "ctypes", "email", "encodings", "importlib", "multiprocessing", "unittest", "xml")
 
@@ -31,24 +31,24 @@ class LabelledText(Data):
         self.classes: list[str] = list(texts)
         self.seq_len = seq_len
         self.held_out = held_out
-        self._texts = [TokenText.split(text, seq_len) for text in texts.values()]
+        self._texts = [TextData.from_bytes(text, seq_len, held_out=held_out) for text in texts.values()]
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return bytes (B, seq_len) and labels (B,); all classes are equally probable."""
         labels = torch.randint(len(self._texts), (size,), generator=sample_generator(seed, step, 0))
-        windows = torch.stack([text.batch(step, size, self.seq_len, seed)[0] for text in self._texts])
+        windows = torch.stack([text.batch(step, size, seed)[0] for text in self._texts])
         return windows[labels, torch.arange(size)][shard[0] :: shard[1]], labels[shard[0] :: shard[1]]
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Return evenly spread windows of the held-out parts, equally many of each class, and their labels."""
-        windows = torch.cat([text.validation_batch(self.held_out, self.seq_len)[0] for text in self._texts])
+        windows = torch.cat([tokens for text in self._texts for tokens, _ in text.validation(self.held_out)])
         labels = torch.arange(len(self._texts)).repeat_interleave(self.held_out)
         return list(zip(windows.split(size), labels.split(size), strict=True))
 
     @property
     def fingerprint(self) -> str:
         """Hash of the classes and their texts."""
-        classes = [(name, text.sha256) for name, text in zip(self.classes, self._texts, strict=True)]
+        classes = [(name, text.fingerprint) for name, text in zip(self.classes, self._texts, strict=True)]
         return hashlib.sha256(f"{self.seq_len} {classes}".encode()).hexdigest()
 
 

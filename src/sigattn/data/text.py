@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,114 +53,86 @@ def _documentation() -> bytes:
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-@dataclass(frozen=True)
-class TokenText:
-    """Text as tokens, bytes by default; its last part is held out for validation.
+class TextData(Data):
+    """Windows of a text as tokens; its last part is held out for validation.
 
-    The windows of a step depend on the seed and the step only, so that a resumed run continues as an uninterrupted one.
+    Training windows are random; those of a step depend on the seed and the step only, so that a resumed run continues
+    as an uninterrupted one. Held-out windows are spread evenly.
 
-    Attributes:
-        training: tokens of the training part.
-        validation: tokens of the held-out part.
-        sha256: hash of all tokens, and the held-out fraction if it is not the default (``hash_of_split``).
+    Args:
+        tokens: (N,) integers.
+        seq_len: tokens per window.
+        fingerprint: identity of the tokens.
+        held_out: number of held-out windows.
+        held_out_fraction: fraction of the tokens that is held out.
         vocab_size: number of tokens in the vocabulary; a window with another token raises ``DataError``.
+        unit: what messages call the tokens.
+
+    Raises:
+        DataError: if a part is too short for one window and the next token.
     """
 
-    training: Int[Tensor, " training_bytes"]
-    validation: Int[Tensor, " validation_bytes"]
-    sha256: str
-    vocab_size: int = 256
-
-    @classmethod
-    def split(cls, text: bytes, seq_len: int, held_out: float = 0.1) -> TokenText:
-        """Split a text into bytes and hold out its last part, a fraction ``held_out``.
-
-        Raises:
-            DataError: if the held-out part is too short for one window of ``seq_len`` bytes and the next byte.
-        """
-        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out, default=0.1)
-        return cls.split_tokens(tokens, seq_len, held_out, sha256, "bytes")
-
-    @classmethod
-    def split_tokens(
-        cls,
+    def __init__(
+        self,
         tokens: Int[Tensor, " tokens"],
         seq_len: int,
-        held_out: float,
-        sha256: str,
-        unit: str = "tokens",
+        fingerprint: str,
+        *,
+        held_out: int = 64,
+        held_out_fraction: float = 0.1,
         vocab_size: int = 256,
-    ) -> TokenText:
-        """Hold out the last part of tokens of any vocabulary, as ``split`` does for bytes."""
-        cut = len(tokens) - int(held_out * len(tokens))
-        smaller = min(held_out, 1 - held_out)
+        unit: str = "tokens",
+    ) -> None:
+        cut = len(tokens) - int(held_out_fraction * len(tokens))
         if min(cut, len(tokens) - cut) <= seq_len:
+            smaller = min(held_out_fraction, 1 - held_out_fraction)
             raise DataError(
                 f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
                 f"context of {seq_len} (at least {int((seq_len + 1) / smaller) + 1} {unit} are needed)"
             )
-        return cls(tokens[:cut], tokens[cut:], sha256, vocab_size)
-
-    def batch(
-        self, step: int, size: int, seq_len: int, seed: int
-    ) -> tuple[Int[Tensor, "size seq_len"], Int[Tensor, "size seq_len"]]:
-        """Return random windows of the training part and, shifted by one, the tokens to predict."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.training) - seq_len, (size,), generator=generator)
-        return _windows(self.training, starts, seq_len, self.vocab_size)
-
-    def validation_batch(
-        self, count: int, seq_len: int
-    ) -> tuple[Int[Tensor, "count seq_len"], Int[Tensor, "count seq_len"]]:
-        """Return windows spread evenly over the held-out part, the same at every call."""
-        last = len(self.validation) - seq_len - 1
-        starts = torch.linspace(0, last, count).long().clamp(max=last)  # float32 rounds above 2²⁴, also upwards
-        return _windows(self.validation, starts, seq_len, self.vocab_size)
-
-
-def hash_of_split(sha256: str, held_out: float, *, default: float) -> str:
-    """Return the identity of a text of which a fraction is held out: its hash alone if that is the default one."""
-    return sha256 if held_out == default else f"{sha256}, {held_out} held out"
-
-
-class TextData(Data):
-    """Random training windows and evenly spread held-out windows of a text.
-
-    Args:
-        text: the text.
-        seq_len: tokens per window.
-        held_out: number of held-out windows.
-        tokenizer: hash of the tokenizer's file; None for bytes, or if it is unknown.
-    """
-
-    def __init__(self, text: TokenText, seq_len: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
-        self.text = text
+        self.tokens = tokens
+        self.training_tokens: Tensor = tokens[:cut]
+        self.held_out_tokens: Tensor = tokens[cut:]
         self.seq_len = seq_len
         self.held_out = held_out
-        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._fingerprint = fingerprint
+
+    @classmethod
+    def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64, held_out_fraction: float = 0.1) -> TextData:
+        """Create the windows of a text as bytes; arguments and errors as above."""
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out_fraction, default=0.1)
+        return cls(tokens, seq_len, sha256, held_out=held_out, held_out_fraction=held_out_fraction, unit="bytes")
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return tokens and the tokens that follow them, (B, seq_len) each."""
-        tokens, targets = self.text.batch(step, size, self.seq_len, seed)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(self.training_tokens) - self.seq_len, (size,), generator=generator)
+        tokens, targets = self._windows(self.training_tokens, starts)
         return tokens[shard[0] :: shard[1]], targets[shard[0] :: shard[1]]
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Return tokens and the tokens that follow them from the held-out part, (B, seq_len) each."""
-        tokens, targets = self.text.validation_batch(self.held_out, self.seq_len)
+        last = len(self.held_out_tokens) - self.seq_len - 1
+        starts = torch.linspace(0, last, self.held_out).long().clamp(max=last)  # float32 rounds above 2²⁴, also upwards
+        tokens, targets = self._windows(self.held_out_tokens, starts)
         return list(zip(tokens.split(size), targets.split(size), strict=True))
 
     @property
     def fingerprint(self) -> str:
         """Hash of the text or its tokens, with the held-out fraction if it is not the default, and of the tokenizer."""
-        return self.text.sha256 if self.tokenizer is None else f"{self.text.sha256}, tokenizer {self.tokenizer}"
+        return self._fingerprint
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        window = tokens[starts[:, None] + torch.arange(self.seq_len + 1)].long()
+        check_tokens(window, self.vocab_size)
+        return window[:, :-1], window[:, 1:]
 
 
-def _windows(tokens: Tensor, starts: Tensor, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    index = starts[:, None] + torch.arange(seq_len + 1)
-    window = tokens[index].long()
-    check_tokens(window, vocab_size)
-    return window[:, :-1], window[:, 1:]
+def hash_of_split(sha256: str, held_out_fraction: float, *, default: float) -> str:
+    """Return the identity of a text of which a fraction is held out: its hash alone if that is the default one."""
+    return sha256 if held_out_fraction == default else f"{sha256}, {held_out_fraction} held out"
 
 
 def check_tokens(window: Int[Tensor, "batch length"], vocab_size: int) -> None:

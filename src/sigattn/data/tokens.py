@@ -19,7 +19,7 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
 from sigattn.data.hashing import file_sha256
-from sigattn.data.text import TokenText, hash_of_split
+from sigattn.data.text import TextData, hash_of_split
 from sigattn.files import FileFormatError, add_path_to_errors, read_json_object, write_text
 from sigattn.optional import require
 from sigattn.validation import check_at_least, check_output_file
@@ -85,10 +85,19 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
     return tokenizer
 
 
-def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, held_out: float = 0.05) -> TokenText:
-    """Tokenise all documents into one row in memory and hold out its last part, a fraction ``held_out``.
+def tokenize_corpus(
+    path: Path,
+    tokenizer: Any,
+    vocab_size: int,
+    seq_len: int,
+    *,
+    held_out_fraction: float = 0.05,
+    tokenizer_sha256: str | None = None,
+) -> TextData:
+    """Tokenise all documents into one row in memory, and hold out its last part.
 
-    Each document is followed by the end token if the tokenizer has one.
+    Each document is followed by the end token if the tokenizer has one. ``tokenizer_sha256``, the hash of the
+    tokenizer's file, becomes part of the fingerprint.
 
     Raises:
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
@@ -97,8 +106,13 @@ def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, h
     encoded = document_encoder(tokenizer)
     parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in iter_documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
-    digest = hash_of_split(hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), held_out, default=0.05)
-    return TokenText.split_tokens(tokens.long(), seq_len, held_out, digest, vocab_size=vocab_size)
+    sha256 = hash_of_split(hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), held_out_fraction, default=0.05)
+    fingerprint = _fingerprint(sha256, tokenizer_sha256)
+    return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
+
+
+def _fingerprint(sha256: str, tokenizer_sha256: str | None) -> str:
+    return sha256 if tokenizer_sha256 is None else f"{sha256}, tokenizer {tokenizer_sha256}"
 
 
 def check_vocabulary(tokens: int, vocab_size: int) -> None:
@@ -174,8 +188,17 @@ def pack_corpus(
     return count
 
 
-def load_packed(path: Path, vocab_size: int, seq_len: int, held_out: float = 0.005) -> TokenText:
+def load_packed(
+    path: Path,
+    vocab_size: int,
+    seq_len: int,
+    *,
+    held_out_fraction: float = 0.005,
+    tokenizer_sha256: str | None = None,
+) -> TextData:
     """Return the memory-mapped text of a file that ``pack_corpus`` wrote, with its last part held out.
+
+    ``tokenizer_sha256``, the hash of the tokenizer's file, becomes part of the fingerprint.
 
     If the file's modification time differs from the recorded one, its hash is computed and compared.
 
@@ -193,8 +216,8 @@ def load_packed(path: Path, vocab_size: int, seq_len: int, held_out: float = 0.0
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    digest = hash_of_split(about["sha256"], held_out, default=0.005)
-    return TokenText.split_tokens(tokens, seq_len, held_out, digest, vocab_size=vocab_size)
+    fingerprint = _fingerprint(hash_of_split(about["sha256"], held_out_fraction, default=0.005), tokenizer_sha256)
+    return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
 
 
 def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:

@@ -23,7 +23,7 @@ from torch import nn
 
 import sigattn
 from sigattn.data.dataset import DataError
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.demo import report
 from sigattn.files import write_text
 from sigattn.models import saving
@@ -111,7 +111,7 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
                 saving.build(model, "meta")
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        text = TokenText.split(load_text(config.text), config.max_seq_len)
+        text = TextData.from_bytes(load_text(config.text), config.max_seq_len)
         facts = describe(config, text)
         _prepare_folder(folder, config.resume)
         with lock_folder(folder):
@@ -129,7 +129,7 @@ def _train(
     config: DemoConfig,
     name: str,
     model: LanguageModelConfig,
-    text: TokenText,
+    text: TextData,
     facts: dict[str, Any],
     on_row: Callable[[Row], None],
 ) -> report.Run:
@@ -142,7 +142,7 @@ def _train(
         LanguageModelling(),
         model,
         config.training,
-        TextData(text, config.max_seq_len),
+        text,
         folder / name,
         resume=config.resume,
         on_row=on_row,
@@ -174,16 +174,16 @@ def generate_sample(model: nn.Module, length: int = 400) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def describe(config: DemoConfig, text: TokenText) -> dict[str, Any]:
+def describe(config: DemoConfig, text: TextData) -> dict[str, Any]:
     """Return settings, versions, machine and text of the demo."""
     return {
         "model": {name: getattr(config, name) for name in SIZES},
         "training": asdict(config.training),
         "text": {
             "source": str(config.text) if config.text else "pydoc_data.topics",
-            "sha256": text.sha256,
-            "training_bytes": len(text.training),
-            "held_out_bytes": len(text.validation),
+            "sha256": text.fingerprint,
+            "training_bytes": len(text.training_tokens),
+            "held_out_bytes": len(text.held_out_tokens),
         },
         "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},

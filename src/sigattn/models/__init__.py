@@ -5,7 +5,7 @@
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.config import ModelConfig, TransformerConfig
-from sigattn.models.generation import GenerationState, SamplingConfig, sample
+from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -16,7 +16,6 @@ from sigattn.models.vision import SIZES, ViT, ViTConfig
 
 __all__ = [
     "SIZES",
-    "GenerationState",
     "LanguageModel",
     "LanguageModelConfig",
     "MaskedAutoencoder",
@@ -37,6 +36,5 @@ __all__ = [
     "build",
     "load",
     "recording",
-    "sample",
     "save",
 ]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigattn.nn.kv_cache import KVCache
 from sigattn.validation import SettingsError, check_at_least, check_not_negative
-
-Step = Callable[[Tensor, "list[KVCache]"], Tensor]  # new tokens (B, n) and a cache → logits (B, n, vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,79 +54,44 @@ class SamplingConfig:
         return torch.multinomial(weights, 1, generator=generator).squeeze(-1)
 
 
-class GenerationState:
-    """Prompts with their continuations, and the key/value cache of the model.
+def sample(
+    model: Any,
+    prompts: list[Tensor],
+    max_new_tokens: int,
+    config: SamplingConfig,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Add up to ``max_new_tokens`` tokens to each prompt; return the sequences, cut after their stop tokens.
 
-    When a sequence exceeds the context, it starts again from the last half of the context; the others keep theirs.
-    Prompts of different lengths are padded on the left; padding is masked.
+    Prompts of different lengths are padded on the left; padding is masked. When a sequence exceeds the context, it
+    starts again from the last half of the context; the others keep theirs.
 
     Args:
-        step: the model. new_kv_cache: function from the left padding of each sample (None: all 0) to an empty cache.
-        prompts: at least one token each. max_seq_len: length of the longest sequence.
+        model: a ``LanguageModel``.
+        prompts: tokens of each prompt, at least one.
     """
-
-    max_seq_len: int
-    new_kv_cache: Callable[[Tensor | None], list[KVCache]]
-    step: Step
-    tokens: Tensor
-    unseen: Tensor
-
-    def __init__(
-        self,
-        step: Step,
-        new_kv_cache: Callable[[Tensor | None], list[KVCache]],
-        prompts: list[Tensor],
-        max_seq_len: int,
-    ) -> None:
-        self.step, self.new_kv_cache, self.max_seq_len = step, new_kv_cache, max_seq_len
-        lengths = [len(p) for p in prompts]
-        longest = max(lengths)
-        self.left_padding: Tensor = torch.tensor([longest - n for n in lengths], device=prompts[0].device)
-        self.tokens = torch.stack([torch.cat((p.new_zeros(longest - len(p)), p)) for p in prompts])  # (B, total)
-        self.cache: list[KVCache] = []
-        self._restart((longest - self.left_padding).clamp(max=max_seq_len))
-
-    def _restart(self, lengths: Tensor) -> None:
-        """Start with an empty cache and the last ``lengths`` tokens of each sequence, (B,), as its next input."""
-        longest = int(lengths.max())
-        self.unseen = self.tokens[:, -longest:]
-        padding = longest - lengths
-        self.cache = self.new_kv_cache(padding if padding.any() else None)
-
-    def logits(self) -> Tensor:
-        """Return the logits of each sample's next token, (B, vocabulary)."""
-        total = self.cache[0].length + self.unseen.shape[1]
-        if total > self.max_seq_len:
-            padding = self.cache[0].left_padding
-            lengths = total - (torch.zeros_like(self.left_padding) if padding is None else padding)
-            self._restart(torch.where(lengths > self.max_seq_len, max(1, self.max_seq_len // 2), lengths))
-        return self.step(self.unseen, self.cache)[:, -1]
-
-    def add(self, tokens: Tensor) -> None:
-        """Append one token to each sequence, (B,)."""
-        self.unseen = tokens.unsqueeze(1)
-        self.tokens = torch.cat((self.tokens, self.unseen), 1)
-
-    def sequence(self, sample: int) -> Tensor:
-        """Return a prompt and its continuation, without padding."""
-        return self.tokens[sample, int(self.left_padding[sample]) :]
-
-
-def sample(
-    state: GenerationState, max_new_tokens: int, config: SamplingConfig, generator: torch.Generator | None = None
-) -> list[Tensor]:
-    """Sample up to ``max_new_tokens`` tokens for each sequence; return the sequences, cut after their stop tokens."""
-    total = state.tokens.shape[1]
-    stops = torch.tensor(config.stop_tokens, device=state.tokens.device)
-    batch = len(state.tokens)
-    lengths = torch.full((batch,), total + max_new_tokens, device=state.tokens.device)
+    device, max_seq_len = prompts[0].device, model.config.max_seq_len
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, total)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    total = tokens.shape[1]
+    ends = torch.full_like(prompt_lengths, total + max_new_tokens)
+    stops = torch.tensor(config.stop_tokens, device=device)
+    seen = prompt_lengths.clamp(max=max_seq_len)  # number of tokens of each sequence that the model attends to
+    cache: list[KVCache] = []
+    inputs = tokens
     for n in range(total, total + max_new_tokens):
-        tokens = config.sample_token(state.logits(), generator)
-        done = lengths <= n
-        tokens = torch.where(done, state.tokens[:, -1], tokens)
-        state.add(tokens)
-        lengths = torch.where(torch.isin(tokens, stops) & ~done, n + 1, lengths)
-        if config.stop_tokens and (lengths <= n + 1).all():
+        if not cache or cache[0].length == max_seq_len:
+            seen = torch.where(seen > max_seq_len, max(1, max_seq_len // 2), seen)
+            longest = int(seen.max())
+            padding = longest - seen
+            cache = model.new_kv_cache(padding if padding.any() else None)
+            inputs = tokens[:, -longest:]
+        drawn = config.sample_token(model(inputs, cache)[:, -1], generator)
+        has_ended = ends <= n
+        drawn = torch.where(has_ended, tokens[:, -1], drawn)
+        inputs = drawn.unsqueeze(1)
+        tokens, seen = torch.cat((tokens, inputs), 1), seen + 1
+        ends = torch.where(torch.isin(drawn, stops) & ~has_ended, n + 1, ends)
+        if config.stop_tokens and (ends <= n + 1).all():
             break
-    cut = (lengths - state.left_padding).tolist()
-    return [state.sequence(b)[: cut[b]] for b in range(batch)]
+    return [row[total - length : end] for row, length, end in zip(tokens, prompt_lengths, ends, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.models.config import TransformerConfig
-from sigattn.models.generation import GenerationState, SamplingConfig, sample
+from sigattn.models.generation import SamplingConfig, sample
 from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
@@ -207,8 +207,7 @@ class LanguageModel(Transformer):
         rows = list(prompts)
         self._check_generate(rows, config)
         with evaluation_mode(self):
-            state = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
-            results = sample(state, max_new_tokens, config, generator)
+            results = sample(self, rows, max_new_tokens, config, generator)
         if not isinstance(prompts, Tensor):
             return results
         longest = max(map(len, results))

@@ -15,7 +15,7 @@ from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
-from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.text import TextData, load_text
 from sigattn.data.tokens import (
     check_vocabulary,
     document_encoder,
@@ -87,9 +87,8 @@ class TextSource(DataSource):
         model: Any = recipe.model
         length, vocab_size = model.max_seq_len, model.vocab_size
         if path is not None and path.suffix == ".bin":
-            packed_with = find_packed_tokenizer(path, tokenizer)
-            text = load_packed(path, vocab_size, length)
-            return TextData(text, length, tokenizer=None if packed_with is None else file_sha256(packed_with))
+            sha256 = file_sha256(find_packed_tokenizer(path, tokenizer))
+            return load_packed(path, vocab_size, length, tokenizer_sha256=sha256)
         if tokenizer is None:
             return self._load_bytes(path, length, vocab_size)
         if path is None:
@@ -102,8 +101,7 @@ class TextSource(DataSource):
             name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
             encode = document_encoder(vocabulary)
             return StreamedText(lambda: hub_documents(path), name, encode, length, vocab_size=vocab_size)
-        text = tokenize_corpus(path, vocabulary, vocab_size, length)
-        return TextData(text, length, tokenizer=file_sha256(tokenizer))
+        return tokenize_corpus(path, vocabulary, vocab_size, length, tokenizer_sha256=file_sha256(tokenizer))
 
     def _load_bytes(self, path: Path | None, length: int, vocab_size: int) -> Data:
         if vocab_size != 256:
@@ -116,7 +114,7 @@ class TextSource(DataSource):
             )
         if path is not None and is_streamed(path):
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, length)
-        return TextData(TokenText.split(load_text(path), length), length)
+        return TextData.from_bytes(load_text(path), length)
 
 
 def _streamed(path: Path) -> str:

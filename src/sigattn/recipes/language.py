@@ -30,8 +30,7 @@ def lm_85m_2k() -> Recipe:
     equals softmax's (Fig. "85m_4k_nll", at 4096 tokens).
     """
     return _language("lm-85m-2k", num_layers=12, embed_dim=768, num_heads=12, max_seq_len=2048,
-                     batch_tokens=MILLION, steps=400_000,
-                     paper="training loss equals softmax's")  # fmt: skip
+                     batch_tokens=MILLION, steps=400_000)  # fmt: skip
 
 
 def lm_1b_2k() -> Recipe:
@@ -43,8 +42,7 @@ def lm_1b_2k() -> Recipe:
     49.5, softmax 49.4.
     """
     return _language("lm-1b-2k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
-                     batch_tokens=MILLION, steps=300_000,
-                     paper="average of nine evaluations 49.5, softmax 49.4")  # fmt: skip
+                     batch_tokens=MILLION, steps=300_000)  # fmt: skip
 
 
 def lm_1b_2k_hybrid() -> Recipe:
@@ -57,8 +55,7 @@ def lm_1b_2k_hybrid() -> Recipe:
     """
     return _language("lm-1b-2k-hybrid", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
                      batch_tokens=MILLION, steps=300_000,
-                     norm_placement="hybrid", attention_bias=0.0,
-                     paper="average of nine evaluations 49.4, softmax 50.9")  # fmt: skip
+                     norm_placement="hybrid", attention_bias=0.0)  # fmt: skip
 
 
 def lm_1b_4k() -> Recipe:
@@ -72,8 +69,7 @@ def lm_1b_4k() -> Recipe:
     """
     return _language("lm-1b-4k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=4096,
                      batch_tokens=MILLION, steps=300_000,
-                     norm_placement="hybrid", attention_bias=0.0,
-                     paper="average of nine evaluations 50.0, softmax 49.4")  # fmt: skip
+                     norm_placement="hybrid", attention_bias=0.0)  # fmt: skip
 
 
 def lm_7b_4k() -> Recipe:
@@ -89,13 +85,10 @@ def lm_7b_4k() -> Recipe:
     """
     return _language("lm-7b-4k", num_layers=32, embed_dim=4096, num_heads=32, max_seq_len=4096,
                      batch_tokens=4 * MILLION, steps=250_000,
-                     norm_placement="hybrid",
-                     paper="average of nine evaluations 59.6, softmax 59.0")  # fmt: skip
+                     norm_placement="hybrid")  # fmt: skip
 
 
-def _language(
-    name: str, *, embed_dim: int, max_seq_len: int, batch_tokens: int, steps: int, paper: str, **model: Any
-) -> Recipe:
+def _language(name: str, *, embed_dim: int, max_seq_len: int, batch_tokens: int, steps: int, **model: Any) -> Recipe:
     length = "<=2k" if max_seq_len <= 2048 else ">2k"
     return Recipe(
         name=name,
@@ -131,7 +124,6 @@ def _language(
         ),
         tiny_training=TINY,
         data=TextSource(name="RedPajama"),
-        paper=paper,
     )
 
 
@@ -172,7 +164,6 @@ def _lm_kappa(k: int, parameters: str) -> Callable[[], Recipe]:
             ),
             tiny_training=TINY,
             data=TextSource(name="C4, realnews split, T5 tokens"),
-            paper="QK-norm makes the loss insensitive to the learning rate",
         )
 
     recipe.__name__ = f"lm_kappa_{k}"
@@ -229,7 +220,6 @@ def lm_realnews() -> Recipe:
         ),
         tiny_training=TINY,
         data=TextSource(name="C4, realnews split, T5 tokens"),
-        paper="with b = -10, training loss equals softmax's",
     )
 
 

@@ -56,7 +56,6 @@ class Recipe:
         training: settings of the training loop.
         data: data set and augmentation.
         tiny_training: settings of training that the tiny form changes: number of steps, batch size, learning rate.
-        paper: results that the paper reports; empty if it has none.
         softmax_changes: fields of the model that the softmax twin changes in addition to activation and bias.
     """
 
@@ -68,7 +67,6 @@ class Recipe:
     training: TrainConfig
     data: DataSource
     tiny_training: dict[str, Any]
-    paper: str = ""
     softmax_changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,7 +120,6 @@ class Recipe:
             task=self.task.tiny(),
             training=replace(self.training, **{**_SMALL_TRAINING, **intervals, **self.tiny_training}),
             data=self.data.tiny(),
-            paper="",
         )
 
     def guide_row(self) -> dict[str, str]:

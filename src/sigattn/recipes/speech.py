@@ -35,7 +35,7 @@ def asr_ls960() -> Recipe:
     / 5.5 on test-clean / test-other, softmax 2.3 / 5.7; also with RoPE (2.3 / 5.4) and ALiBi (2.3 / 5.1):
     ``--model.position``.
     """
-    return _ls960("asr-ls960", paper="WER 2.4 / 5.5, softmax 2.3 / 5.7")
+    return _ls960("asr-ls960")
 
 
 def asr_ls960_hybrid() -> Recipe:
@@ -47,7 +47,7 @@ def asr_ls960_hybrid() -> Recipe:
     rate 2.2 / 5.0 on test-clean / test-other (Table "asr-results-ext"), softmax 2.2 / 5.5.
     """
     return _ls960("asr-ls960-hybrid", position="rope", qk_norm="none", attention_bias=0.0,
-                  norm_placement="hybrid_attention", paper="WER 2.2 / 5.0, softmax 2.2 / 5.5")  # fmt: skip
+                  norm_placement="hybrid_attention")  # fmt: skip
 
 
 def asr_conformer_ls960() -> Recipe:
@@ -67,7 +67,7 @@ def asr_conformer_ls960() -> Recipe:
         max_grad_norm=0.5, weight_decay=1e-6,
     )  # fmt: skip
     data = replace(LS960, spec_augment_from=10_000)
-    return _speech("asr-conformer-ls960", model, training, data, "WER 2.5 / 5.8, softmax 2.5 / 5.6")
+    return _speech("asr-conformer-ls960", model, training, data)
 
 
 def asr_ls100_post() -> Recipe:
@@ -82,15 +82,15 @@ def asr_ls100_post() -> Recipe:
     training = _training(
         steps=500_000, hours=1.1, rate=0.03, warmup=64_000, start=330_000, every=50_000, optimizer="adagrad"
     )
-    return _speech("asr-ls100-post", model, training, LS100, "WER 8.4 / 22.7, softmax 6.5 / 18.2")
+    return _speech("asr-ls100-post", model, training, LS100)
 
 
-def _ls960(name: str, *, paper: str, **model: Any) -> Recipe:
+def _ls960(name: str, **model: Any) -> Recipe:
     training = _training(
         steps=400_000, hours=3.56, rate=1e-3, warmup=64_000, start=250_000, every=50_000, betas=(0.9, 0.999),
         weight_decay=1e-6,
     )  # fmt: skip
-    return _speech(name, SpeechModelConfig(dropout=0.1, layer_drop=0.1, **model), training, LS960, paper)
+    return _speech(name, SpeechModelConfig(dropout=0.1, layer_drop=0.1, **model), training, LS960)
 
 
 def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Callable[[], Recipe]:
@@ -101,7 +101,7 @@ def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Call
         training = _training(
             steps=400_000, hours=1.1, rate=0.1, warmup=64_000, start=200_000, every=30_000, optimizer="adagrad"
         )
-        return _speech(f"asr-ls100-{layers}", model, training, LS100, f"WER {sigmoid}, softmax {softmax}")
+        return _speech(f"asr-ls100-{layers}", model, training, LS100)
 
     recipe.__name__ = f"asr_ls100_{layers}"
     recipe.__doc__ = f"""{layers}-layer transformer ({parameters}), LibriSpeech 100 h, CAPE, b = -log n of a sample.
@@ -114,7 +114,7 @@ def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Call
     return recipe
 
 
-def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: SpeechSource, paper: str) -> Recipe:
+def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: SpeechSource) -> Recipe:
     return Recipe(
         name=name,
         domain="ASR",
@@ -124,7 +124,6 @@ def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: Sp
         training=training,
         tiny_training={"max_steps": 1000, "batch_size": 60, "learning_rate": 2e-3},
         data=data,
-        paper=paper,
         softmax_changes={"qk_norm": "none"},
     )
 

@@ -66,7 +66,6 @@ def k_summation() -> Recipe:
         training=_training(max_steps=20_000, batch_size=256, schedule="constant"),
         tiny_training=TINY,
         data=KSummationSource(),
-        paper="final loss grows with k as softmax's does",
     )
 
 
@@ -89,7 +88,6 @@ def pair_repeat() -> Recipe:
         training=_training(max_steps=19_531, batch_size=256, schedule="cosine"),
         tiny_training=TINY,
         data=PairRepeatSource(),
-        paper="sigmoid learns from fewer samples than softmax",
     )
 
 

@@ -41,7 +41,6 @@ def vit_supervised() -> Recipe:
         training=_training(300, 20, rate=1e-4, weight_decay=0.3),
         tiny_training=TINY,
         data=ImageSource(name="ImageNet-1k", augmentation="randaugment"),
-        paper="matches softmax in training loss and test top-1",
     )
 
 
@@ -62,7 +61,6 @@ def vit_byol() -> Recipe:
         training=_training(600, 40, rate=1e-4, weight_decay=0.3),
         tiny_training=TINY,
         data=ImageSource(name="ImageNet-1k", augmentation="multicrop", jitter=1.0),
-        paper="linear probe matches softmax",
     )
 
 
@@ -83,7 +81,6 @@ def vit_simclr() -> Recipe:
         training=_training(300, 10, rate=2e-4, weight_decay=0.1),
         tiny_training=TINY,
         data=ImageSource(name="ImageNet-1k", augmentation="simclr"),
-        paper="linear probe matches softmax",
     )
 
 
@@ -105,7 +102,6 @@ def vit_mae() -> Recipe:
         training=_training(400, 40, rate=1.5e-4, weight_decay=0.05, final_learning_rate=0.0),
         tiny_training=TINY,
         data=ImageSource(name="ImageNet-1k", augmentation="crop"),
-        paper="fine-tuned top-1 matches softmax",
     )
 
 

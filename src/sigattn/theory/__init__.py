@@ -3,7 +3,7 @@
 ``sigattn theory`` checks every statement numerically (``check_all``).
 """
 
-from sigattn.theory.bias import bias_bounds, gradient_gap, normalizing_bias, order_optimal_bias
+from sigattn.theory.bias import bias_bounds, normalizing_bias
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification
 from sigattn.theory.regularity import Head, jacobian_norm, jacobian_norm_matrix_free, sigmoid_bound, softmax_bound
 from sigattn.theory.statements import Statement, check_all
@@ -15,11 +15,9 @@ __all__ = [
     "Verification",
     "bias_bounds",
     "check_all",
-    "gradient_gap",
     "jacobian_norm",
     "jacobian_norm_matrix_free",
     "normalizing_bias",
-    "order_optimal_bias",
     "sigmoid_bound",
     "softmax_bound",
 ]

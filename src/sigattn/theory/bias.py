@@ -54,45 +54,6 @@ def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
     return low + (high - low) / 2
 
 
-def order_optimal_bias(n: int, epsilon: float) -> float:
-    """Return the order-optimal bias of App. E, -max{√(1/ε), log n}, for logits of variance 1.
-
-    By Chebyshev's inequality a logit lies within M = √(1/ε) with probability at least 1 - ε.
-
-    Args:
-        n: number of keys, at least 1. epsilon: in (0, 1].
-
-    Raises:
-        ValueError: if either is out of range.
-
-    >>> order_optimal_bias(4096, 0.1) == -math.log(4096)
-    True
-    """
-    if n < 1 or not 0 < epsilon <= 1:
-        raise ValueError(f"order_optimal_bias: needs n ≥ 1 and ε in (0, 1], got n = {n}, ε = {epsilon}")
-    return -max(math.sqrt(1 / epsilon), math.log(n))
-
-
-def gradient_gap(logits: Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the absolute differences from softmax of weights and of derivatives.
-
-    They are ``|p - p*|`` and ``|p (1 - p) - p* (1 - p*)|``.
-
-    App. E: both functions have ∂p_i/∂z_i = p_i (1 - p_i), so the derivatives are equal if p = p* or p = 1 - p*, because
-    p (1 - p) - p* (1 - p*) = (p - p*) (1 - p - p*).
-
-    Args:
-        logits: (..., n).
-        bias: a number, or one per row: (...).
-
-    Returns:
-        Differences of the weights and of the derivatives, each (..., n).
-    """
-    b = bias.unsqueeze(-1) if isinstance(bias, Tensor) else bias
-    p, softmax = torch.sigmoid(logits + b), logits.softmax(-1)
-    return (p - softmax).abs(), (p * (1 - p) - softmax * (1 - softmax)).abs()
-
-
 def _check(logits: Tensor) -> int:
     n = logits.shape[-1] if logits.dim() else 0
     if n < 2:

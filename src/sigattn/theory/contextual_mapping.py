@@ -183,23 +183,6 @@ class ContextualMapping:
         else:
             yield from zip(*(torch.stack(columns, 1).tolist() for columns in (given, shifted)), strict=True)
 
-    def verify(self, limit: int = 50_000) -> Verification:
-        """Check the statements of App. C on every quantised input.
-
-        Args:
-            limit: largest number of tokens (inputs times n) to enumerate.
-
-        Raises:
-            ValueError: if there are more tokens than ``limit``; the message gives the count.
-        """
-        if self.inputs * self.n > limit:
-            raise ValueError(
-                f"ContextualMapping: d = {self.d}, n = {self.n}, 1/δ = {self.inverse_delta} has {self.inputs:,} inputs "
-                f"of {self.n} tokens, {self.inputs * self.n:,} in all; the limit is {limit:,}: use a coarser grid or "
-                "raise limit"
-            )
-        return Verification.of(self)
-
     def is_contextual(self) -> bool:
         """Return True if all tokens of all inputs end with different numbers."""
         final = [x for _, l in self.batches() for x in _numbers(self.global_shift(l))]
@@ -288,11 +271,6 @@ class Verification:
     def _count_distinct(self, statement: str, numbers: Sequence[int]) -> None:
         self.checked[statement] = len(numbers)
         self.failed[statement] = len(numbers) - len(set(numbers))
-
-    @property
-    def is_contextual_mapping(self) -> bool:
-        """True if both conditions of the definition, (i) and (ii), hold."""
-        return not (self.failed[self.WITHIN] or self.failed[self.BETWEEN])
 
 
 def _numbers(l: Iterable[Any]) -> list[int]:

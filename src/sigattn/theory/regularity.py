@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,15 +66,6 @@ class Head:
     def logits(self, x: Tensor) -> Tensor:  # (n, n)
         """Return the logits, scale · X W_q (X W_k)ᵀ + b."""
         return x @ self.a @ x.mT + self.bias_value(len(x))
-
-
-def random_head(
-    d: int, activation: str, generator: torch.Generator, std: float | None = None, hybrid_norm: bool = False
-) -> Head:
-    """Return a head with (d, d) matrices of normal entries; their standard deviation defaults to d^-1/2."""
-    std = d**-0.5 if std is None else std
-    q, k, v = (std * torch.randn(d, d, generator=generator, dtype=torch.float64) for _ in range(3))
-    return Head(q, k, v, activation, hybrid_norm=hybrid_norm)
 
 
 def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -238,31 +228,3 @@ def _ratio(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: float | None) -> Te
     jacobian = through_key + torch.einsum("im,de->iemd", p, v)
     jacobian = jacobian + torch.einsum("ied,im->iemd", through_query, torch.eye(n, dtype=x.dtype))
     return _norm(jacobian.reshape(n * v.shape[1], n * d)) / _sigmoid_bound(head, x)
-
-
-# -- figure "empirical regularity" ------------------------------------------------------------------------------------
-
-
-def norms_over_length(
-    lengths: tuple[int, ...] = (8, 16, 32, 64, 128, 256), trials: int = 10, std: float | None = None
-) -> list[dict[str, Any]]:
-    """Return the data of the figure "empirical regularity": Jacobian norms of sigmoid and softmax attention over n.
-
-    Tokens of 16 numbers are standard normal, heads come from ``random_head``, with and without hybrid-norm, b = -log n.
-
-    Returns:
-        Rows with n, trial, activation, hybrid_norm, norm and bound (None with hybrid-norm).
-    """
-    rows: list[dict[str, Any]] = []
-    for n in lengths:
-        for trial in range(trials):
-            generator = torch.Generator().manual_seed(trial)
-            drawn = random_head(16, "sigmoid", generator, std)
-            x = torch.randn(n, 16, generator=generator, dtype=torch.float64)  # a generator of the same seed repeats W_q
-            for activation, bound in (("sigmoid", sigmoid_bound), ("softmax", softmax_bound)):
-                for hybrid in (False, True):
-                    head = replace(drawn, activation=activation, hybrid_norm=hybrid)
-                    norm = jacobian_norm_matrix_free(head, x, tolerance=1e-6)
-                    row = {"n": n, "trial": trial, "activation": activation, "hybrid_norm": hybrid, "norm": norm}
-                    rows.append({**row, "bound": None if hybrid else bound(head, x)})
-    return rows

@@ -181,7 +181,6 @@ def jacobian_bounds() -> Iterator[Statement]:
     note = f"n - 1 = e^(R²/4) tokens at R/2, one at R: R = 2 … 5 gives {' → '.join(f'{x:.1f}' for x in norms)}"
     claim = "softmax: ‖Jac‖ ≥ c R² e^(cR²) for some sequence; sigmoid stays below its bound for it"
     yield _verdict(claim, "Sect. 3.2 (Castin et al.)", 2 * len(radii), too_small + exceeded, note)
-    yield _small_and_large_weights()
 
 
 def _frobenius_step() -> Statement:
@@ -215,22 +214,6 @@ def _exponential_of_the_largest_logit() -> Statement:
     return _verdict("σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n", "Sect. 3.2", cases, wrong, "")
 
 
-def _small_and_large_weights() -> Statement:
-    """Compare the Jacobian norms of sigmoid and softmax attention, for small and for larger weights."""
-    shares = []
-    cases = 0
-    for std in (0.02, None):
-        rows = regularity.norms_over_length((8, 32, 128), 10, std=std)
-        cases += len(rows) // 2
-        by = {(r["n"], r["trial"], r["hybrid_norm"], r["activation"]): r["norm"] for r in rows}
-        below = [by[*key, "sigmoid"] < by[*key, "softmax"] for *key, kind in by if kind == "sigmoid"]
-        shares.append(sum(below) / len(below))
-    small, large = (f"{100 * s:.0f} %" for s in shares)
-    verdict = HOLDS if min(shares) == 1 else DEPENDS
-    note = f"d = 16, n = 8, 32, 128: in {small} of the trials with weights of std 0.02, in {large} with variance 1/d"
-    return Statement("sigmoid's Jacobian norm lies below softmax's", "Fig. empirical regularity", cases, verdict, note)
-
-
 # -- App. E -----------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +233,7 @@ def bias_rules() -> Iterator[Statement]:
     yield _verdict("-log(n-1) - M ≤ b* ≤ -log(n-1) - m", "App. E, proposition", cases, outside + unsolved, note)
     z = torch.randn(2000, 64, generator=generator, dtype=torch.float64)
     p, softmax = torch.sigmoid(z - math.log(64)), z.softmax(-1)
-    _, gap = bias.gradient_gap(z, -math.log(64))
+    gap = (p * (1 - p) - softmax * (1 - softmax)).abs()
     wrong = int((gap - ((p - softmax) * (1 - p - softmax)).abs()).abs().gt(1e-12).sum())
     note = "p(1-p) - p*(1-p*) = (p - p*)(1 - p - p*): the derivatives agree if the weights do"
     yield _verdict("gradients agree if p ≈ p*", "App. E", z.numel(), wrong, note)
