@@ -69,9 +69,9 @@ def _signature(
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
-    from sigattn.ops.hopper.common import Options, Scales
+    from sigattn.ops.hopper.common import HopperOptions, Scales
 
-    options = Options(head_dim, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid)
+    options = HopperOptions(head_dim, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     for at, parameter in enumerate(function.params):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ import torch
 
 from experiments.workers import run_in_workers
 from sigattn.files import write_text
+from sigattn.train.config import TrainConfig
+
+
+def identity_hash(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
+    """Return a hash of everything that a finished run depends on, including settings that may change when resuming.
+
+    Args:
+        task, model, training: the configuration. data: ``Data.fingerprint``. more: further settings, as JSON.
+    """
+    parts = {"task": task, "model": model, "training": training}
+    about: dict[str, Any] = {n: {"kind": type(part).__name__, **asdict(part)} for n, part in parts.items()}
+    text = json.dumps({**about, "data": data, "more": more}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

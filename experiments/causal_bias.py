@@ -32,7 +32,6 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.optional import require
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
-from sigattn.train.identity import identity_hash
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog, read_metrics
 from sigattn.train.trainer import Trainer
@@ -144,7 +143,9 @@ def compare_causal_biases(setting: Setting) -> Result:
         for architecture in names:
             for rule in RULES:
                 task = ByteLanguageModelling(architecture=architecture, rule=rule)
-                settings = {"identity": identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)}
+                settings = {
+                    "identity": cache.identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)
+                }
                 file = setting.folder / "runs" / f"{architecture}_{RULES.index(rule)}_{seed}.json"
                 runs[architecture, rule, seed] = label = f"{architecture}, {rule}, seed {seed}"
                 jobs[label] = cache.Job(file, settings, partial(train, task, sizes, of_seed, text))

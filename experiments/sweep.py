@@ -21,7 +21,6 @@ from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.folder_lock import LOCK_FILE, lock_folder
-from sigattn.train.identity import identity_hash
 from sigattn.train.trainer import NonFiniteLossError
 
 RESULT_FILE, IDENTITY_FILE = "done.json", "settings.txt"
@@ -203,7 +202,7 @@ def _identity(setting: Setting, run: TrainingRun, fingerprints: dict[str, str]) 
     else:  # a recipe of the paper's size names its own text
         name = DEFAULT_TEXT if isinstance(model, LanguageModelConfig) else recipe.data.name
     setting.fingerprints[name if run.tokenizer is None else f"{name}, {run.tokenizer}"] = fingerprints[key]
-    return identity_hash(recipe.task, model, recipe.training, fingerprints[key])
+    return cache.identity_hash(recipe.task, model, recipe.training, fingerprints[key])
 
 
 def _train(run: TrainingRun, identity: str) -> dict[str, Any]:

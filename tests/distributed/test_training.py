@@ -85,11 +85,10 @@ def runs(tmp_path_factory):
     half = {**fsdp, "precision": "bfloat16"}
     probed = {"precision": "bfloat16", "statistics_every": 1}
     bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
-    gathered = {**fsdp, "context_parallel": 2, "context_strategy": "gather"}
     recomputed = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     two = [
         job("2-accumulated", training=accumulated),
-        job("2-gathered", training=gathered),
+        job("2-context-fsdp", training={**fsdp, "context_parallel": 2}),
         job("2-rope-tensor", "rope", training={"tensor_parallel": 2}),
         job("2-rope-context", "rope", training=recomputed),
         job("2-closely", training={**CLOSELY, **accumulated, **fsdp}),
@@ -124,7 +123,7 @@ def runs(tmp_path_factory):
     ("run", "whole"),
     [
         ("2-accumulated", "language"),
-        ("2-gathered", "language"),
+        ("2-context-fsdp", "language"),
         ("2-rope-tensor", "rope"),
         ("2-rope-context", "rope"),
         ("2-vision-fsdp", "vision"),

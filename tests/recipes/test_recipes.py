@@ -12,10 +12,23 @@ import torch
 from sigattn.models.saving import build, load, save
 from sigattn.nn.guide import recommend
 from sigattn.recipes.datasets import load_dataset
-from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
+from sigattn.recipes.registry import RECIPES, RecipeError, find_recipe
 from sigattn.validation import SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")
+
+# rows of the practitioner's table (App. "Practitioner's Guide")
+GUIDE = (
+    "vit-supervised",
+    "vit-byol",
+    "vit-simclr",
+    "vit-mae",
+    "asr-ls960",
+    "asr-ls960-hybrid",
+    "lm-1b-2k",
+    "lm-1b-2k-hybrid",
+    "lm-1b-4k",
+)
 
 # Table "practioners" of the paper, row by row: position, QK norm, LayerScale, bias, norm strategy
 PAPER = [

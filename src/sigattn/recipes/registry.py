@@ -17,19 +17,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES, *text.RECIPES)
 }
 
-# rows of the practitioner's table (App. "Practitioner's Guide")
-GUIDE = (
-    "vit-supervised",
-    "vit-byol",
-    "vit-simclr",
-    "vit-mae",
-    "asr-ls960",
-    "asr-ls960-hybrid",
-    "lm-1b-2k",
-    "lm-1b-2k-hybrid",
-    "lm-1b-4k",
-)
-
 
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.

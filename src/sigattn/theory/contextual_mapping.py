@@ -62,12 +62,12 @@ class ContextualMapping:
     """
 
     def __init__(self, *, d: int, n: int, inverse_delta: int, c: int | None = None, first_layer: int = 0) -> None:
-        given = {"d": d, "n": n, "inverse_delta": inverse_delta}
-        for name, value in given.items():
+        sizes = {"d": d, "n": n, "inverse_delta": inverse_delta}
+        for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"ContextualMapping: {name} must be an integer (δ is a unit fraction), got {value!r}")
         if d < 1 or n < 2 or inverse_delta < 2:
-            raise ValueError(f"ContextualMapping: needs d ≥ 1, n ≥ 2 and inverse_delta ≥ 2, got {given}")
+            raise ValueError(f"ContextualMapping: needs d ≥ 1, n ≥ 2 and inverse_delta ≥ 2, got {sizes}")
         self.d = d
         self.n = n
         self.inverse_delta = inverse_delta
@@ -176,12 +176,12 @@ class ContextualMapping:
         if 8 * self.n * (self.c + 1) ** (self.n + 2) >= 2**62:
             yield from ((list(l), self.selective_shifts(l)) for l in self.all_inputs())
             return
-        given = list(torch.tensor(list(self.all_inputs()), dtype=torch.int64).unbind(1))
-        shifted = self.selective_shifts(given)
+        before = list(torch.tensor(list(self.all_inputs()), dtype=torch.int64).unbind(1))
+        shifted = self.selective_shifts(before)
         if 8 * self.n * (self.c + 1) ** (2 * self.n + 2) < 2**62:  # of the global shift too
-            yield given, shifted
+            yield before, shifted
         else:
-            yield from zip(*(torch.stack(columns, 1).tolist() for columns in (given, shifted)), strict=True)
+            yield from zip(*(torch.stack(columns, 1).tolist() for columns in (before, shifted)), strict=True)
 
     def is_contextual(self) -> bool:
         """Return True if all tokens of all inputs end with different numbers."""
@@ -231,9 +231,9 @@ class Verification:
         last: list[int] = []
         numbers: list[int] = []
         final: list[int] = []
-        for given, shifted in m.batches():
+        for before, shifted in m.batches():
             after = m.global_shift(shifted)
-            result._check(m, given, shifted, after)
+            result._check(m, before, shifted, after)
             last += _numbers(shifted[-1:])
             numbers += _numbers(shifted)
             final += _numbers(after)
@@ -243,16 +243,16 @@ class Verification:
         result._count(cls.AS_PRINTED, max(numbers) - min(numbers) < m.c**m.n)
         return result
 
-    def _check(self, m: ContextualMapping, given: Sequence[Any], l: Sequence[Any], final: Sequence[Any]) -> None:
+    def _check(self, m: ContextualMapping, before: Sequence[Any], l: Sequence[Any], final: Sequence[Any]) -> None:
         """Check the statements about single inputs.
 
         Args:
-            given, l, final: the indices before the layers, after the selective shifts and after all layers: n integers
+            before, l, final: the indices before the layers, after the selective shifts and after all layers: n integers
                 each, or n tensors with one entry per input.
         """
         n, c = m.n, m.c
-        self._count(self.FORMULA, _all_equal(m.closed_form(given), l))
-        self._count(self.PRINTED, _all_equal(m.closed_form_as_printed(given), l))
+        self._count(self.FORMULA, _all_equal(m.closed_form(before), l))
+        self._count(self.PRINTED, _all_equal(m.closed_form_as_printed(before), l))
         self._count(self.INCREASING, _all(x < y for x, y in itertools.pairwise(l)))
         for j in range(2, n + 1):
             self._count(self.LOWER, l[j - 1] > c**j)

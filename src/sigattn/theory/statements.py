@@ -77,9 +77,9 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
     sizes, tokens = 0, 0
     for points, n, shapes in grids(limit, longest):
         mapping = ContextualMapping(d=1, n=n, inverse_delta=points)
-        found = Verification.of(mapping)  # the layers act on indices, so the result depends on d and δ through G only
-        checked.update(found.checked)
-        failed.update({k: v for k, v in found.failed.items() if v})
+        result = Verification.of(mapping)  # the layers act on indices, so the result depends on d and δ through G only
+        checked.update(result.checked)
+        failed.update({k: v for k, v in result.failed.items() if v})
         sizes += len(shapes)
         tokens += sum(_tokens_agree(d, n, root) for d, root in shapes if d > 1)
         if mapping.inputs <= 500 and points <= 12:
@@ -130,30 +130,30 @@ def _tokens_agree(d: int, n: int, inverse_delta: int) -> int:
 
 def _first_layer() -> Statement:
     """Check the composition as printed, which starts at Ψ⁽¹⁾ and so never shifts an index 0."""
-    found = Verification.of(ContextualMapping(d=1, n=3, inverse_delta=8, first_layer=1))
-    broken = found.failed[Verification.LAST]
+    result = Verification.of(ContextualMapping(d=1, n=3, inverse_delta=8, first_layer=1))
+    broken = result.failed[Verification.LAST]
     note = "from i = 0: without Ψ⁽⁰⁾ a token of index 0 is not shifted, and the lemmas fail for "
-    note += f"{broken} of {found.inputs} inputs"
+    note += f"{broken} of {result.inputs} inputs"
     return Statement(
-        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. C, composition", found.inputs, CORRECTED if broken else HOLDS, note
+        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. C, composition", result.inputs, CORRECTED if broken else HOLDS, note
     )
 
 
 def _missing_delta() -> Statement:
     """Check the fourth head of the selective shift as printed, with b_q = i + 1/2 instead of (i + 1/2) δ."""
     m = ContextualMapping(d=1, n=3, inverse_delta=8)
-    wrong = 0
+    failures = 0
     for l in m.all_inputs():
         for i in range(m.grid):
             printed = modified_attention(l, (2 * i + 1) * m.inverse_delta, 2 * i - 1)
-            wrong += printed != modified_attention(l, 2 * i + 1, 2 * i - 1)
+            failures += printed != modified_attention(l, 2 * i + 1, 2 * i - 1)
     cases = m.inputs * m.grid
     return Statement(
         "b_q of the fourth head of a selective shift is i + ½",
         "App. C, Eq. selective shift",
         cases,
-        CORRECTED if wrong else HOLDS,
-        f"(i + ½) δ: as printed the head gives another result in {wrong} of {cases} cases",
+        CORRECTED if failures else HOLDS,
+        f"(i + ½) δ: as printed the head gives another result in {failures} of {cases} cases",
     )
 
 
@@ -162,10 +162,10 @@ def _missing_delta() -> Statement:
 
 def jacobian_bounds() -> Iterator[Statement]:
     """Check Theorem 3.2's bound, an inequality of its proof, and the growth of softmax's Jacobian norm."""
-    found = regularity.search(2000, climbs=20)
-    note = f"A = scale · W_q W_kᵀ; largest ratio to the bound {found.largest_random:.3f} at random, "
-    note += f"{found.largest_searched:.3f} by gradient ascent (attained if the logits hardly vary)"
-    yield _verdict("‖Jac‖ ≤ ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x‖²)", "Thm. 3.2", found.cases, found.exceeded, note)
+    searched = regularity.search(2000, climbs=20)
+    note = f"A = scale · W_q W_kᵀ; largest ratio to the bound {searched.largest_random:.3f} at random, "
+    note += f"{searched.largest_searched:.3f} by gradient ascent (attained if the logits hardly vary)"
+    yield _verdict("‖Jac‖ ≤ ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x‖²)", "Thm. 3.2", searched.cases, searched.exceeded, note)
     yield _frobenius_step()
     yield _exponential_of_the_largest_logit()
     one = torch.ones(1, 1, dtype=torch.float64)
@@ -205,13 +205,13 @@ def _frobenius_step() -> Statement:
 
 def _exponential_of_the_largest_logit() -> Statement:
     """Check σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n for logits of at most μ."""
-    wrong, cases = 0, 0
+    failures, cases = 0, 0
     for n in (1, 2, 10, 1000, 10**6):
         for mu in torch.linspace(-5, 20, 51, dtype=torch.float64):
             p = torch.sigmoid(mu - math.log(n))
-            wrong += bool(n * p > mu.exp() * (1 + 1e-12)) + bool(n * p * (1 - p) > mu.exp() * (1 + 1e-12))
+            failures += bool(n * p > mu.exp() * (1 + 1e-12)) + bool(n * p * (1 - p) > mu.exp() * (1 + 1e-12))
             cases += 2
-    return _verdict("σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n", "Sect. 3.2", cases, wrong, "")
+    return _verdict("σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n", "Sect. 3.2", cases, failures, "")
 
 
 # -- App. E -----------------------------------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ def bias_rules() -> Iterator[Statement]:
     z = torch.randn(2000, 64, generator=generator, dtype=torch.float64)
     p, softmax = torch.sigmoid(z - math.log(64)), z.softmax(-1)
     gap = (p * (1 - p) - softmax * (1 - softmax)).abs()
-    wrong = int((gap - ((p - softmax) * (1 - p - softmax)).abs()).abs().gt(1e-12).sum())
+    failures = int((gap - ((p - softmax) * (1 - p - softmax)).abs()).abs().gt(1e-12).sum())
     note = "p(1-p) - p*(1-p*) = (p - p*)(1 - p - p*): the derivatives agree if the weights do"
-    yield _verdict("gradients agree if p ≈ p*", "App. E", z.numel(), wrong, note)
+    yield _verdict("gradients agree if p ≈ p*", "App. E", z.numel(), failures, note)
     ratios = [(m + math.log(n)) / max(m, math.log(n)) for n in (10, 100, 4096, 10**6) for m in (1.0, 3.0, 10.0)]
     note = f"-max(M, log n) is up to {max(ratios):.2f} times too small, at most 2 times: right in order only"
     yield Statement("b ≈ -(M + log n) ≈ -max(M, log n)", "App. E", len(ratios), DEPENDS, note)
@@ -247,20 +247,20 @@ def bias_rules() -> Iterator[Statement]:
 
 def operation_counts() -> Iterator[Statement]:
     """Check Table 1, and that PyTorch's FlopCounterMode counts the same for our operator."""
-    wrong, cases = 0, 0
+    failures, cases = 0, 0
     for n, d in ((16, 8), (2048, 64), (100, 40)):
-        wrong += flops.sigmoid(n) != flops.softmax(n)
+        failures += flops.sigmoid(n) != flops.softmax(n)
         mean = sum(range(1, n + 1)) / n  # keys visible to a causal token, on average
-        wrong += not math.isclose(flops.logits(n, d, causal=True), 2 * d * mean)
+        failures += not math.isclose(flops.logits(n, d, causal=True), 2 * d * mean)
         heads = 3
         with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
             query, key, value = torch.zeros(3, 1, heads, n, d).unbind()
             operator.sigmoid_attention(query, key, value)
-        wrong += counter.get_total_flops() != heads * n * (flops.logits(n, d) + flops.values(n, d))
+        failures += counter.get_total_flops() != heads * n * (flops.logits(n, d) + flops.values(n, d))
         cases += 3
     note = "the operator's registered counts are those of both products (logits and values), unmasked, like PyTorch's"
     yield _verdict(
-        "FLOPs per token and head: 2cnd for logits, 5cn for either activation", "Table 1", cases, wrong, note
+        "FLOPs per token and head: 2cnd for logits, 5cn for either activation", "Table 1", cases, failures, note
     )
 
 

@@ -1,12 +1,7 @@
-"""Identity of a run: all its settings, and the fingerprint of its data and tokenizer.
-
-``--resume`` and the commands that do not repeat finished runs compare runs with the functions of this module.
-"""
+"""Settings that must be the same when a run is resumed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -41,15 +36,3 @@ def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) 
     fixed = {name: value for name, value in asdict(training).items() if name not in CHANGEABLE_SETTINGS}
     settings = {f"task.{name}": value for name, value in asdict(task).items()}
     return {**asdict(model), **fixed, **settings, "task": type(task).__name__, "data": data}
-
-
-def identity_hash(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
-    """Return a hash of everything that a finished run depends on, including settings that may change when resuming.
-
-    Args:
-        task, model, training: the configuration. data: ``Data.fingerprint``. more: further settings, as JSON.
-    """
-    parts = {"task": task, "model": model, "training": training}
-    about: dict[str, Any] = {n: {"kind": type(part).__name__, **asdict(part)} for n, part in parts.items()}
-    text = json.dumps({**about, "data": data, "more": more}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

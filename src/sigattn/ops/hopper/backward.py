@@ -37,7 +37,7 @@ from sigattn.ops.hopper.common import (
 __all__ = ["hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"]
 
 
-class Memory(NamedTuple):
+class BackwardMemory(NamedTuple):
     """Shared memory: tiles of two tensors that both groups hold, rings for tiles of two tensors that they walk.
 
     And barriers for full and empty slots of each; own ones are released by their group, those of rings by both.
@@ -58,7 +58,7 @@ def allocate(own_first, own_second, first, second, OPT: gl.constexpr):
     """Return new shared memory for the tensors of four descriptors."""
     own_shape: gl.constexpr = [2, 1, 1, OPT.ROWS, OPT.D]
     ring_shape: gl.constexpr = [OPT.STAGES, 1, 1, OPT.BLOCK, OPT.D]
-    memory = Memory(
+    memory = BackwardMemory(
         gl.allocate_shared_memory(first.dtype, own_shape, own_first.layout),
         gl.allocate_shared_memory(first.dtype, own_shape, own_second.layout),
         gl.allocate_shared_memory(first.dtype, ring_shape, first.layout),

@@ -20,7 +20,7 @@ reciprocal: Any = gluon.jit(activation.reciprocal.fn)
 fast_sigmoid: Any = gluon.jit(activation.fast_sigmoid.fn)
 logit_gradient: Any = gluon.jit(activation.logit_gradient.fn)
 
-__all__ = ["Options", "Scales", "Sizes"]
+__all__ = ["HopperOptions", "Scales", "Sizes"]
 
 
 class Sizes(NamedTuple):
@@ -48,7 +48,7 @@ class Scales(NamedTuple):
     logit: float
 
 
-class Options(NamedTuple):
+class HopperOptions(NamedTuple):
     """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
 
     ROWS: queries or keys of a warp group. REGISTERS: of a thread of the consumers.

@@ -29,7 +29,7 @@ from sigattn.ops.hopper.common import Sizes, barriers, num_turns, query_tile, tr
 __all__ = ["hopper_fwd_kernel"]
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """Shared memory: queries and outputs of both groups, rings of K and V, and barriers for full and empty slots."""
 
     queries: Any
@@ -140,7 +140,7 @@ def hopper_fwd_kernel(
     STAGES: gl.constexpr = OPT.STAGES
     ROWS: gl.constexpr = OPT.ROWS
     dtype: gl.constexpr = query.dtype
-    memory = Memory(
+    memory = ForwardMemory(
         gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], key.layout),

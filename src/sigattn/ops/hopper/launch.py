@@ -50,7 +50,7 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
 
     In float16, weights and dS are multiplied by powers of two as in triton/activation.py and triton/tile.py.
     """
-    from sigattn.ops.hopper.common import Options, Scales
+    from sigattn.ops.hopper.common import HopperOptions, Scales
 
     p, s, o, bias = prepared.problem, prepared.shape, prepared.options, prepared.arguments["bias"]
     config = tuning.HOPPER_CONFIGS[kernel][s.d]
@@ -66,7 +66,7 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
         "batch_heads": s.batch * heads,
         "query_offset": prepared.arguments["query_offset"],
         "scales": Scales(prepared.arguments["scales"].z, bias.value, unit, lower, unit, logit),
-        "OPT": Options(
+        "OPT": HopperOptions(
             s.d,
             config.block,
             config.stages,
