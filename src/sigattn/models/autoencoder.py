@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sigattn.models.config import ModelConfig
 from sigattn.models.transformer import Transformer, residual_stream
@@ -127,20 +126,3 @@ class MaskedAutoencoder(Transformer):
             x = self.run_block(block, x)
         result: Tensor = self.output(self.norm(x[:, cls.shape[1] :]))
         return result
-
-    def loss(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, ""]:
-        """Return ``reconstruction_error`` of the predictions."""
-        return reconstruction_error(images, *self(images))
-
-
-def reconstruction_error(
-    images: Float[Tensor, "batch channels rows columns"],
-    predicted: Float[Tensor, "batch patches pixels"],
-    hidden: Float[Tensor, "batch patches"],
-) -> Float[Tensor, ""]:
-    """Return the mean squared error of the hidden patches' pixels, each patch normalised to mean 0 and variance 1."""
-    patch = int((predicted.shape[-1] / images.shape[1]) ** 0.5)
-    target = F.unfold(images.float(), patch, stride=patch).mT  # (B, patches, pixels)
-    target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
-    error = (predicted.float() - target).square().mean(-1)  # (B, patches)
-    return (error * hidden).sum() / hidden.sum()

@@ -161,30 +161,6 @@ class SpeechModel(Transformer):
         c = self.config
         return (lengths + 2 * (c.kernel_size // 2) - c.kernel_size) // c.stride + 1
 
-    def loss(
-        self,
-        frames: Float[Tensor, "batch length num_mel_bins"],
-        lengths: Int[Tensor, " batch"],
-        targets: Int[Tensor, "batch characters"],
-        target_lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, ""]:
-        """Return ``ctc_loss`` of the frames' log-probabilities."""
-        log_probabilities, steps = self(frames, lengths)
-        return ctc_loss(log_probabilities, steps, targets, target_lengths)
-
-
-def ctc_loss(
-    log_probabilities: Float[Tensor, "batch steps vocab"],
-    steps: Int[Tensor, " batch"],
-    targets: Int[Tensor, "batch characters"],
-    target_lengths: Int[Tensor, " batch"],
-) -> Float[Tensor, ""]:
-    """Return the CTC loss in nats per character, averaged over samples.
-
-    The loss of a target that is too long for its sample's steps is set to 0, as in most recipes.
-    """
-    return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
-
 
 def _warn_of_unstable_options(c: SpeechModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Automatic Speech Recognition", App. G.4)."""

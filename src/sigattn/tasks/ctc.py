@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task, no_batches
-from sigattn.models.speech import ALPHABET, SpeechModelConfig, ctc_loss
+from sigattn.models.speech import ALPHABET, SpeechModelConfig
 from sigattn.optional import require
 from sigattn.validation import SettingsError
 
@@ -47,7 +48,7 @@ class CTC(Task):
         """Return CTC's loss, averaged over samples after division by the number of characters of each."""
         frames, lengths, targets, target_lengths = batch
         log_probabilities, steps = module(frames, lengths)
-        return ctc_loss(log_probabilities, steps, targets, target_lengths)
+        return _ctc_loss(log_probabilities, steps, targets, target_lengths)
 
     def distributions(self, output: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         log_probabilities, steps = output
@@ -60,7 +61,7 @@ class CTC(Task):
         loss, samples, references, hypotheses = 0.0, 0, [], []
         for frames, lengths, targets, target_lengths in batches:
             log_probabilities, steps = module(frames, lengths)
-            one = ctc_loss(log_probabilities, steps, targets, target_lengths)
+            one = _ctc_loss(log_probabilities, steps, targets, target_lengths)
             loss, samples = loss + one.item() * len(frames), samples + len(frames)
             hypotheses += self.decode(log_probabilities, steps)
             references += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]
@@ -80,3 +81,8 @@ class CTC(Task):
     def text(self, tokens: list[int]) -> str:
         """Return tokens as text, with "|" as spaces."""
         return "".join(self.alphabet[t - 1] for t in tokens).replace("|", " ").strip()
+
+
+def _ctc_loss(log_probabilities: Tensor, steps: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+    """Return the CTC loss in nats per character, averaged over samples; 0 for a target too long for its steps."""
+    return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
