@@ -14,7 +14,9 @@ import pytest
 _THREADS_ARE_GIVEN = "OMP_NUM_THREADS" in os.environ
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
-# Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
+# Left out: functions whose own message for an argument of a wrong type the checker's would hide; kernels, because
+# Triton reads the source; and what torch.compile traces, which cannot follow the checker, not even where it is switched
+# off.
 LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "kvcache", "problem", "validation", "varlen")),
     *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "positions", "scalars", "vmap")),
@@ -118,8 +120,8 @@ def _no_call_was_made_before():
 def _speed_up(interpreter):
     """Let Triton's interpreter do once per launch what it does at every call of a device function, or to no effect.
 
-    Each takes a third of the time of an interpreted kernel: to replace the functions of the language again, and to
-    compute integers once more in 64 bits for a check of overflows that only ``debug=True`` makes.
+    These are: to replace the functions of the language again, and to compute integers once more in 64 bits for a check
+    of overflows that only ``debug=True`` makes. Without this the tests of interpreted kernels take 2.3 times as long.
     """
     patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 

@@ -19,14 +19,12 @@ from sigattn.conversion import ConversionError  # noqa: E402
 from sigattn.conversion import convert as convert_fully  # noqa: E402
 from sigattn.conversion.fit import MARGIN  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from tests.integrations.sizes import SMALL, TEXT  # noqa: E402
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64
 convert = functools.partial(convert_fully, refine_steps=2)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}
-TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "pad_token_id": 0}
 SIZES = {
     "llama": TEXT,

@@ -18,22 +18,16 @@ from transformers.masking_utils import (  # noqa: E402
 from sigattn import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
+from tests.integrations.sizes import SMALL, TEXT, WHISPER  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}
-TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DECODERS = {
     "llama": TEXT,
     "qwen3": TEXT,
     "gemma3_text": {**TEXT, "sliding_window": 6, "layer_types": None},
 }
-WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 50}
-WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
-WHISPER |= {"max_source_positions": 10, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
-WHISPER |= {"eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
 OTHERS = {
     "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
     "vit": {**SMALL, "image_size": 16, "patch_size": 4},

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.nn.fitted_bias import QuadraticBias  # noqa: E402
+from tests.integrations.sizes import WHISPER  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -32,10 +33,6 @@ VISION = {
 VISION |= {"image_size": 16, "patch_size": 4}
 GEMMA3 = {"text_config": {**TEXT, "sliding_window": 4}, "vision_config": VISION, "mm_tokens_per_image": 4}
 GEMMA3 |= {"image_token_index": 49, "boi_token_index": 47, "eoi_token_index": 48}
-WHISPER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 50}
-WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
-WHISPER |= {"max_source_positions": 10, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
-WHISPER |= {"eos_token_id": 2, "decoder_start_token_id": 1}
 MODULE = {**TEXT, "attn_logit_softcapping": None}
 MODELS = {
     "llama": ("AutoModelForCausalLM", "llama", {**TEXT, "sigmoid_bias": -math.log(64)}),

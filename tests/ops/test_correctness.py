@@ -93,8 +93,7 @@ def test_short_sequences_without_masks(way, case):
 
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, causal, dtype):
     case = Case((2, 2, 2, 67, 71, 8, 12), dtype, causal, None, None, None, None, None, False, "contiguous", 3)
     if backend == "triton":  # the interpreter's time is that of the heads
@@ -103,8 +102,10 @@ def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, 
         check(case, backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "causal"),
+    [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True), (torch.float64, False)],
+)
 def test_sizes_that_cross_real_tiles(dtype, causal):
     """One problem with realistic sizes, so that the default tile sizes are tested."""
     case = Case((1, 1, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
@@ -122,9 +123,10 @@ def test_head_sizes_of_triton(d):
     check(case, "triton")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [None, (130, 40)])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "window"),
+    [(torch.float32, False, (130, 40)), (torch.bfloat16, True, None), (torch.float16, True, (130, 40))],
+)
 def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)

@@ -97,7 +97,7 @@ def test_different_calls_have_different_keys(prepared):
     after = []
     for _ in range(2):
         for seed, options in enumerate(KINDS):
-            for shape in shapes:
+            for shape in shapes if seed < 3 else shapes[:1]:
                 check(*tensors(seed, shape), **options)
         q, k, v = tensors(9)
         check(q, *tensors(8, (1, 2, 33, 16), 2), is_causal=True)  # more keys than queries
