@@ -80,3 +80,26 @@ def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):
     first = {name: p for name, p in before.items() if "sigmoid_bias" in name}
     assert len(moved) == len(first)
     assert all((a != b).any() for a, b in zip(moved, first.values(), strict=True))
+
+
+def test_a_lora_of_multihead_attention_comes_before_the_conversion():
+    """peft reads an attribute of converted layers that keeps PyTorch's fused softmax away, and refuses them."""
+
+    def encoder():
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.0)
+        return torch.nn.TransformerEncoder(layer, 1).eval()
+
+    lora, x = peft.LoraConfig(r=2, target_modules=["self_attn"]), torch.randn(2, 7, 16)
+    adapted = peft.get_peft_model(encoder(), lora).eval()
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    convert(adapted)
+    found = adapted(x)
+    merged, expected = adapted.merge_and_unload(), encoder()
+    expected.load_state_dict(merged.state_dict())
+    convert(expected)
+    torch.testing.assert_close(found, expected(x))
+    with pytest.raises(ValueError, match="Only same embed for query/key/value"):
+        peft.get_peft_model(expected, lora)
