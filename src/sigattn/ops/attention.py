@@ -75,9 +75,10 @@ def sigmoid_attention(
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
     softcap: float = 0.0,
+    normalize: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute sigmoid attention ``O = σ(scale · Q Kᵀ + b) V``, without row normalisation (Sect. 2, Eq. 3).
+    """Compute sigmoid attention ``O = σ(scale · Q Kᵀ + b) V`` (Sect. 2, Eq. 3).
 
     The signature extends that of ``torch.nn.functional.scaled_dot_product_attention``. Masks combine: a key is visible
     to a query if ``attn_mask``, ``is_causal``, ``window`` and ``key_lengths`` all allow it. The weight of a key that is
@@ -114,6 +115,8 @@ def sigmoid_attention(
             it would synchronise.)
         softcap: c > 0 caps the scaled product before bias, ALiBi and mask are added: the logits are
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
+        normalize: if True, the weights of each row are divided by their sum (before dropout), as softmax's are. The result
+            is finite and accurate for every logit; as b falls, it becomes softmax attention.
         backend: "reference" (materialises the weights; supports forward-mode derivatives), "blocked" (memory linear in
             the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16 and float32,
             head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16, without softcap and
@@ -146,7 +149,8 @@ def sigmoid_attention(
             nested.refuse(attn_mask, key_lengths, query_offset)
             return _on_nested(
                 query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
+                bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
+                backend=backend,
             )  # fmt: skip
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
@@ -157,6 +161,7 @@ def sigmoid_attention(
     )
     if type(is_causal) is not bool:
         validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
+    validation.flag(_NAME, "normalize", normalize)
     if type(query_offset) is not int or query_offset:
         query_offset = validation.position(_NAME, "query_offset", query_offset)
     if backend is not None:
@@ -178,6 +183,7 @@ def sigmoid_attention(
         mask_tiles=None if blocks is None else blocks.tiles,
         query_offset=query_offset,
         softcap=softcap,
+        normalize=normalize,
     )
     out: Tensor = DENSE.forward_op(*problem, DENSE.choose(problem, backend), False)[0]
     return out if shape is None else out.reshape(shape)

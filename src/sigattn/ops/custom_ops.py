@@ -1,9 +1,9 @@
 """Registration of an operator with PyTorch: its op, the op of its derivative, and their rules.
 
 The arguments of an op ``sigattn::NAME_forward`` are the fields of a problem (``problem.py``), the name of a backend,
-and whether to save the weights for the backward pass, which are its second output (empty if they are not saved). Its
-derivative is the op ``sigattn::NAME_backward``, whose derivative is that of the formula (``autograd.py``). Every call
-takes the same way, so that ``torch.compile``, ``torch.export``, ``torch.func``, checkpoints and hooks apply to it:
+and whether to save the weights for the backward pass. Its outputs are those of ``Result``. Its derivative is the op
+``sigattn::NAME_backward``, whose derivative is that of the formula (``autograd.py``). Every call takes the same way, so
+that ``torch.compile``, ``torch.export``, ``torch.func``, checkpoints and hooks apply to it:
 
     public function → Operator.__call__ → op → Operator._autograd → Operator._forward → Backend.forward
 """
@@ -24,7 +24,8 @@ from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, onnx, vmap
-from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import P, new_output
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
@@ -41,6 +42,7 @@ _AUTOCAST = functools.reduce(
     (torch._C.DispatchKeySet(key) for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")),
 )
 _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
+_NUM_RESULTS = len(Result._fields)
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 library: torch.library.Library = torch.library.Library("sigattn", "DEF")
@@ -54,12 +56,14 @@ class Backend(Generic[P]):
     """Implementation of an operator.
 
     Attributes:
-        forward: returns the output of a problem, with the strides of ``new_output``, and the saved weights. The second
-            argument is what ``saved_weights`` returned; if it is None, the weights are an empty tensor.
+        forward: returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of
+            rows. The second argument is what ``saved_weights`` returned; if it is None, the weights are an empty
+            tensor.
         unavailable: returns the reason why a problem is not supported, or None. It must not read the values of tensors,
             because it is called outside the op, where a compiler may be tracing.
-        backward: returns the gradients of a problem, given the gradient of the output, the saved weights (empty: they
-            are computed again) and which are needed. Those of query, key and value have the strides of
+        backward: returns the gradients of a problem, given the gradient of the output, the result of the forward pass
+            (without weights: they are computed again; without the output unless the problem normalises) and which are
+            needed. Those of query, key and value have the strides of
             ``torch.empty_like``, others are contiguous. None without gradients.
         saved_weights: returns shape and dtype of the weights to save for the backward pass, or None for none.
         device_type: device on which the backend can be the default; None for all.
@@ -67,9 +71,9 @@ class Backend(Generic[P]):
             None if there are none.
     """
 
-    forward: Callable[[P, Saved | None], tuple[Tensor, Tensor]]
+    forward: Callable[[P, Saved | None], Result]
     unavailable: Callable[[P], str | None]
-    backward: Callable[[P, Tensor, Tensor, NeedsGrad], Gradients] | None = None
+    backward: Callable[[P, Tensor, Result, NeedsGrad], Gradients] | None = None
     saved_weights: Callable[[P], Saved | None] = lambda _: None
     device_type: str | None = None
     can_be_default: Callable[[P], bool] | None = None
@@ -123,16 +127,18 @@ class Operator(Generic[P]):
         types = {field: kind.__forward_arg__ for field, kind in problem_type.__annotations__.items()}
         fields = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items())
         self.num_tensors: int = sum("Tensor" in kind for kind in types.values())
+        outputs = ", ".join(["Tensor"] * _NUM_RESULTS)
         self.forward_op: Any = self._define(
-            f"{name}_forward", f"({fields}, str backend, bool save) -> (Tensor, Tensor)", self._forward,
+            f"{name}_forward", f"({fields}, str backend, bool save) -> ({outputs})", self._forward,
             self._fake_forward, self._autograd, vmap_rules[0], self._forward_flops,
         )  # fmt: skip
         if formula is None:
             return
+        saved = ", ".join(f"Tensor {name}" for name in Result._fields)
         results = ", ".join(["Tensor"] * _NUM_GRADIENTS)
         self.backward_op: Any = self._define(
             f"{name}_backward",
-            f"(Tensor grad_out, Tensor weights, {fields}, str backend, bool[] needs_grad) -> ({results})",
+            f"(Tensor grad_out, {saved}, {fields}, str backend, bool[] needs_grad) -> ({results})",
             self._backward, self._fake_backward, self._autograd_of_backward, vmap_rules[1], self._backward_flops,
         )  # fmt: skip
         self._node = autograd.node("SigmoidAttention", self.forward_op, _save, self._gradients)
@@ -192,7 +198,8 @@ class Operator(Generic[P]):
         *fields, backend, _ = args
         if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
             if self.onnx_formula is not None:
-                return self.onnx_formula(*fields), fields[0].new_empty(0)
+                nothing = fields[0].new_empty(0)
+                return self.onnx_formula(*fields), nothing, nothing
             onnx.refuse(str(self.forward_op))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
@@ -209,41 +216,48 @@ class Operator(Generic[P]):
         with enable_single_level_autograd_function():  # for the transforms of torch.func
             return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)
 
-    def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def _forward(self, *args: Any) -> Result:
         *fields, backend, save = args
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
         saved = implementation.saved_weights(problem) if save else None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return implementation.forward(problem, saved)
+            result = implementation.forward(problem, saved)
+        if result.row_sums.numel() and self.formula is None:  # needed by the backward pass only
+            return result._replace(row_sums=result.row_sums.new_empty(0))
+        return result
 
-    def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def _fake_forward(self, *args: Any) -> Result:
         *fields, backend, save = args
         problem = self.problem_type(*fields)
         weights = self.backends[backend].saved_weights(problem) if save else None
         shape, dtype = weights or ((0,), problem.query.dtype)
-        return new_output(problem.query, problem.value.shape[-1]), problem.query.new_empty(shape, dtype=dtype)
+        sums = problem.normalize and self.formula is not None and backend != "reference"
+        return Result(
+            new_output(problem.query, problem.value.shape[-1]),
+            problem.query.new_empty(shape, dtype=dtype),
+            new_row_sums(problem.query, sums),
+        )
 
-    def _gradients(self, ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def _gradients(self, ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the forward op."""
         if grad_out is None:
             return (None,) * self.num_tensors
-        weights, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])
-        gradients = self.backward_op(grad_out, weights, *tensors, *ctx.rest, needs_grad)
+        gradients = self.backward_op(grad_out, *ctx.saved_tensors, *ctx.rest, needs_grad)
         return (*_only(gradients, needs_grad), *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
     # -- the backward op ------------------------------------------------------------------------------------------
 
-    def _backward(self, grad_out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *fields, backend, needs_grad = args
+    def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        result, (*fields, backend, needs_grad) = Result(*args[:_NUM_RESULTS]), args[_NUM_RESULTS:]
         problem, backward = self.checked(self.problem_type(*fields)), self.backends[backend].backward
         assert backward is not None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            gradients = backward(problem, grad_out, weights, NeedsGrad(*needs_grad))
+            gradients = backward(problem, grad_out, result, NeedsGrad(*needs_grad))
         return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
 
-    def _fake_backward(self, grad_out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *fields, _, needs_grad = args
+    def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *fields, _, needs_grad = args[_NUM_RESULTS:]
         new = (torch.empty_like,) * 3 + (lambda t: t.new_empty(t.shape),) * (_NUM_GRADIENTS - 3)
         return tuple(
             new_like(t) if t is not None and needed else _no_gradient(grad_out)
@@ -252,28 +266,28 @@ class Operator(Generic[P]):
 
     def _autograd_of_backward(self, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         """Call the op below autograd, and record it if its derivative is needed."""
-        tensors = args[: 2 + self.num_tensors]
+        num_tensors = 1 + _NUM_RESULTS + self.num_tensors
+        tensors = args[:num_tensors]
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
             return autograd.redispatch(self.backward_op, keyset, args)
         with enable_single_level_autograd_function():
-            return self._backward_node.apply(keyset, args[2 + self.num_tensors :], *tensors)
+            return self._backward_node.apply(keyset, args[num_tensors:], *tensors)
 
     def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""
         grad_out, *tensors = ctx.saved_tensors
         *numbers, _, needs_grad = ctx.rest
         inputs = [grad_out, *tensors[:_NUM_GRADIENTS]]
-        is_needed = ctx.needs_input_grad[2], *ctx.needs_input_grad[4 : 4 + _NUM_GRADIENTS]
+        first = 3 + _NUM_RESULTS
+        is_needed = ctx.needs_input_grad[2], *ctx.needs_input_grad[first : first + _NUM_GRADIENTS]
         needed = [i for i, needed in enumerate(is_needed) if needed]
 
         def gradients(*values: Tensor) -> tuple[Tensor, ...]:
             grad, *differentiable = _replace(inputs, needed, values)
             problem = self.problem_type(*differentiable, *tensors[_NUM_GRADIENTS:], *numbers)
-            return tuple(
-                g for g in self._formula_backward(problem, grad, grad, NeedsGrad(*needs_grad)) if g is not None
-            )
+            return tuple(g for g in self._formula_backward(problem, grad, None, NeedsGrad(*needs_grad)) if g is not None)
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             results, pullback = torch.func.vjp(gradients, *(inputs[i] for i in needed))[:2]
@@ -282,15 +296,17 @@ class Operator(Generic[P]):
                 tuple(torch.zeros_like(r) if g is None else g for g, r in zip(wanted, results, strict=True))
             )
         out, *second = _replace([None] * len(inputs), needed, second)
-        return (out, None, *second, *(None,) * (self.num_tensors - _NUM_GRADIENTS))
+        nothing = (None,) * _NUM_RESULTS  # what the forward pass saved is a function of the other tensors
+        return (out, *nothing, *second, *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
     # -- the backend "reference" ----------------------------------------------------------------------------------
 
-    def _formula_forward(self, problem: P, saved: Saved | None) -> tuple[Tensor, Tensor]:
+    def _formula_forward(self, problem: P, saved: Saved | None) -> Result:
         assert self.formula is not None
-        return self.formula(problem), problem.query.new_empty(0)
+        nothing = problem.query.new_empty(0)
+        return Result(self.formula(problem), nothing, nothing)
 
-    def _formula_backward(self, problem: P, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    def _formula_backward(self, problem: P, grad_out: Tensor, _: Result | None, needs_grad: NeedsGrad) -> Gradients:
         needed = [i for i, is_needed in enumerate(needs_grad) if is_needed]
 
         def output(*values: Tensor) -> Tensor:
@@ -306,26 +322,23 @@ class Operator(Generic[P]):
         shapes: Any = self.problem_type(*args[:-2])
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * (shapes.query[-1] + shapes.value[-1])
 
-    def _backward_flops(self, grad_out: Sequence[int], weights: Sequence[int], *args: Any, **_: Any) -> int:
-        shapes: Any = self.problem_type(*args[:-2])  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
+    def _backward_flops(self, *args: Any, **_: Any) -> int:
+        shapes: Any = self.problem_type(*args[1 + _NUM_RESULTS : -2])  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
         width = 3 * shapes.query[-1] + 2 * shapes.value[-1]
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * width
 
 
-def _save(
-    ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    out, weights = result
-    ctx.save_for_backward(weights, *tensors)
+def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Sequence[Tensor]) -> Result:
+    out, weights, row_sums = result
+    nothing = [weights.new_empty(0) for _ in range(2)]  # what is saved is not to be seen by the caller
+    ctx.save_for_backward(out if row_sums.dim() > 1 else nothing[0], weights, row_sums, *tensors)
     ctx.rest = rest[:-1]
-    nothing = weights.new_empty(0)  # the caller needs no weights; whether they are saved is not to be seen
-    ctx.mark_non_differentiable(nothing)
-    return out, nothing
+    ctx.mark_non_differentiable(*nothing)
+    return Result(out, *nothing)
 
 
 def _save_gradient(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Any) -> Any:
-    grad_out, _, *others = tensors
-    ctx.save_for_backward(grad_out, *others)
+    ctx.save_for_backward(tensors[0], *tensors[1 + _NUM_RESULTS :])
     ctx.rest = rest
     return result
 

@@ -1,4 +1,4 @@
-"""Arguments and results of backward passes: flags of the needed gradients, and the gradients."""
+"""Results of forward passes, and arguments and results of backward passes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ import torch
 from torch import Tensor
 
 Saved = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of the weights that a forward pass saves
+
+
+class Result(NamedTuple):
+    """What a forward pass returns, and the backward pass needs.
+
+    Attributes:
+        out: output of attention.
+        weights: saved weights; empty if none are saved.
+        row_sums: the sum of each query's weights and the lift with which they were computed (``normalization``), in
+            float32 or better; of the query's shape with a last dimension of 2. Empty without ``normalize``.
+    """
+
+    out: Tensor
+    weights: Tensor
+    row_sums: Tensor
 
 
 class NeedsGrad(NamedTuple):

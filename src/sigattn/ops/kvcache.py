@@ -148,6 +148,7 @@ def sigmoid_kvcache_attention(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    normalize: bool = False,
     num_splits: int = 0,
     backend: str | None = None,
 ) -> Tensor:
@@ -178,7 +179,7 @@ def sigmoid_kvcache_attention(
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
         window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
         alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``.
-        softcap: as in ``sigmoid_attention``; 0 for no cap.
+        softcap, normalize: as in ``sigmoid_attention``.
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
         backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
             that supports the call.
@@ -211,6 +212,7 @@ def sigmoid_kvcache_attention(
     if left_padding is not None:
         validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
     validation.flag(_NAME, "is_causal", is_causal)
+    validation.flag(_NAME, "normalize", normalize)
     _, scale, window, softcap = validation.numbers(_NAME, 0.0, scale, window, softcap)
     num_splits = validation.count(_NAME, "num_splits", num_splits)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
@@ -240,6 +242,7 @@ def sigmoid_kvcache_attention(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         num_splits=num_splits,
+        normalize=normalize,
     )
     return KV_CACHE(problem, backend)
 

@@ -88,6 +88,7 @@ class Problem(NamedTuple):
         deterministic: if True, results must repeat bitwise.
         softcap: c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added; 0 does not.
         first_head: index b·Hq + h of the first head if the heads are a slice of a larger problem (for dropout).
+        normalize: if True, the weights of each row are divided by their sum, before dropout.
     """
 
     query: Tensor
@@ -109,6 +110,7 @@ class Problem(NamedTuple):
     deterministic: bool = False
     softcap: float = 0.0
     first_head: int = 0
+    normalize: bool = False
 
     @property
     def blocks(self) -> Blocks | None:
@@ -167,7 +169,7 @@ class VarlenProblem(NamedTuple):
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) non-descending integers from 0. Rows beyond the last belong to no sequence.
         max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
-        seed, scale, left, right, dropout_p, fast, deterministic, softcap: as in ``Problem``.
+        seed, scale, left, right, dropout_p, fast, deterministic, softcap, normalize: as in ``Problem``.
     """
 
     query: Tensor
@@ -188,6 +190,7 @@ class VarlenProblem(NamedTuple):
     fast: bool = False
     deterministic: bool = False
     softcap: float = 0.0
+    normalize: bool = False
 
     @property
     def sequences(self) -> int:
@@ -230,6 +233,7 @@ class VarlenProblem(NamedTuple):
             deterministic=self.deterministic,
             softcap=self.softcap,
             first_head=index * query.shape[1],
+            normalize=self.normalize,
         )
 
     @staticmethod
@@ -265,7 +269,7 @@ class KVCacheProblem(NamedTuple):
             b.
         query_ends: (B,) integers, one past the position of each sample's last query, relative to the keys and not
             limited to their range; None for ``seqlens``, which aligns the last query with the last key.
-        scale, left, right, fast, softcap: as in ``Problem``.
+        scale, left, right, fast, softcap, normalize: as in ``Problem``.
         num_splits: number of parts into which GPU kernels split the keys; 0 for automatic.
     """
 
@@ -285,6 +289,7 @@ class KVCacheProblem(NamedTuple):
     fast: bool = False
     softcap: float = 0.0
     num_splits: int = 0
+    normalize: bool = False
 
     @property
     def scale_value(self) -> float:
@@ -336,6 +341,7 @@ class KVCacheProblem(NamedTuple):
             right=self.right,
             query_offset=end - self.query.shape[1] - first,
             softcap=self.softcap,
+            normalize=self.normalize,
         )
 
     def _keys(self, cache: Tensor, samples: slice, first: int, stop: int) -> Tensor:  # (nb, Hkv, M, E)

@@ -2,7 +2,8 @@
 
     S = cap(scale · Q Kᵀ) + b + position bias + mask        P = activation(S), exactly 0 where masked        O = P V
 
-where cap(s) = c · tanh(s / c) with a ``softcap`` c > 0, else s.
+where cap(s) = c · tanh(s / c) with a ``softcap`` c > 0, else s. With ``normalize`` each row of P is divided by its sum,
+which is a softmax of log σ(S), finite for every S.
 
 It stores the (B, Hq, N, M) matrix, computes in float32 or better, and consists of PyTorch's own operations, so that
 forward-mode and double differentiation, ``torch.func`` and ``vmap`` apply to it.
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.gradients import Saved
+from sigattn.ops.gradients import Result, Saved
 from sigattn.ops.positions import alibi, band
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
 
@@ -53,14 +54,15 @@ def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     return in_order_of(p.query, torch.cat(parts))
 
 
-def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
-    """Return the attention output of queries against a cache, (B, N, Hq, Dv), and an empty tensor."""
+def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> Result:
+    """Return the attention output of queries against a cache, (B, N, Hq, Dv), and two empty tensors."""
     p = problem
     out = new_output(p.query, p.value.shape[3])
     for b, (first, length, end) in enumerate(p.key_ranges()):
         sample = slice(b, b + 1)
         out[sample] = attention(p.samples(sample, first, max(first, length), length, end)).transpose(1, 2)
-    return out, p.query.new_empty(0)
+    nothing = out.new_empty(0)
+    return Result(out, nothing, nothing)
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -74,6 +76,17 @@ def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, n)
 
 
+def largest_logits(problem: Problem, rows: Tensor) -> Tensor:  # (B, Hq, N)
+    """Return the largest logit of each row, -inf where every key is masked. Others than ``rows``, (N,), may be any."""
+    p = problem
+    out = p.query.new_full(p.query.shape[:3], -torch.inf, dtype=torch.promote_types(p.query.dtype, torch.float32))
+    for start, stop in row_blocks(p):
+        if rows[start:stop].any():
+            logits, visible = masked_logits(p, rows=(start, stop))
+            out[:, :, start:stop] = logits.masked_fill(~visible, -torch.inf).amax(-1)
+    return out
+
+
 def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (B, Hq, N, Dv)
     """Return P V for given weights P, in the dtype of the weights."""
     return weights @ _repeat(problem, _existing(problem, problem.value).to(weights.dtype))
@@ -82,34 +95,41 @@ def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (
 def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, M)
     """Return P before dropout, in float32 or better. An entirely masked row is 0 for every activation."""
     logits, visible = masked_logits(problem, activation)
+    if problem.normalize and activation == "sigmoid":
+        logits, activation = F.logsigmoid(logits), "softmax"
     if activation == "softmax":
         some = visible.any(-1, keepdim=True)
         logits = logits.masked_fill(~visible & some, -torch.inf).masked_fill(~some, 0)
     return ACTIVATIONS[activation](logits).masked_fill(~visible, 0)
 
 
-def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor, Tensor]:  # each (B, Hq, N, M)
-    """Return the logits S, 0 where masked, and the mask of visible keys."""
-    p = problem
+def masked_logits(
+    problem: Problem, activation: str = "sigmoid", rows: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:  # each (B, Hq, N, M)
+    """Return the logits S, 0 where masked, and the mask of visible keys; of the rows rows[0] … rows[1] - 1 only."""
+    p, blocks = problem, problem.blocks
+    start, stop = (0, p.query.shape[2]) if rows is None else rows
+    if rows is not None:
+        p = p._replace(mask_table=None, mask_tiles=None).rows(start, stop)
     wide = torch.promote_types(p.query.dtype, torch.float32)
     if activation != "sigmoid" and p.bias is None:  # the paper's rule applies to the sigmoid only
         p = p._replace(bias=torch.zeros((), dtype=wide, device="cpu"))
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
-    rows = (p.query_offset, p.query_offset + p.query.shape[2])
+    positions = (p.query_offset, p.query_offset + p.query.shape[2])
     columns = (0, p.key.shape[2])
     logits = p.scale_value * p.query.to(wide) @ key.mT
-    visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)
+    visible = band(p.left, p.right, positions, columns, logits.device).expand(logits.shape)
     if p.key_lengths is not None:
         visible = visible & _exists(p)[:, None, None, :]
-    if p.blocks is not None:
-        visible = visible & p.blocks.dense(slice(0, rows[1] - rows[0]), slice(*columns))
+    if blocks is not None:
+        visible = visible & blocks.dense(slice(start, stop), slice(*columns))
     if p.attn_mask is not None:
         visible = visible & (p.attn_mask != -torch.inf if p.attn_mask.is_floating_point() else p.attn_mask)
     if p.softcap:  # mask before tanh, because the derivative of tanh at a masked NaN would be NaN
         logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
     logits = logits + (p.bias_value() if p.bias is None else p.bias)  # a fake tensor has no number
     if p.alibi_slopes is not None:
-        logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
+        logits = logits + alibi(p.alibi_slopes, positions, columns, wide)
     if p.attn_mask is not None and p.attn_mask.is_floating_point():
         logits = logits + p.attn_mask.to(wide).masked_fill(p.attn_mask == -torch.inf, 0)
     return logits.to(wide).masked_fill(~visible, 0), visible

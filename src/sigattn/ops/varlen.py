@@ -86,6 +86,7 @@ def sigmoid_varlen_attention(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
+    normalize: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Compute sigmoid attention of B sequences of different lengths, concatenated without padding (Sect. 2, Eq. 3).
@@ -115,7 +116,7 @@ def sigmoid_varlen_attention(
             combines with is_causal and window.
         alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``. With gradient.
         dropout_p: probability in [0, 1) of dropping a weight; pass 0 in evaluation.
-        softcap: as in ``sigmoid_attention``; 0 for no cap.
+        softcap, normalize: as in ``sigmoid_attention``.
         backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
             that supports the call.
 
@@ -144,6 +145,7 @@ def sigmoid_varlen_attention(
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
     validation.flag(_NAME, "is_causal", is_causal)
+    validation.flag(_NAME, "normalize", normalize)
     dropout_p, scale, window, softcap = validation.numbers(_NAME, dropout_p, scale, window, softcap)
     validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = make_problem(
@@ -163,6 +165,7 @@ def sigmoid_varlen_attention(
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         softcap=softcap,
+        normalize=normalize,
     )
     return VARLEN(problem, backend)
 

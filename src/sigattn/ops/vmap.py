@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from sigattn.ops.gradients import NeedsGrad
+from sigattn.ops.gradients import NeedsGrad, Result
 from sigattn.ops.problem import Problem
 
 Rule = Callable[[OpOverload, int, Sequence[int | None], Sequence[Any]], tuple[Any, Any]]
@@ -47,17 +47,22 @@ def dense_forward(op: OpOverload, size: int, in_dims: Sequence[int | None], args
 
 def dense_backward(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
     """Merge the mapped dimension into the batch, unless gradients are summed over the batch (bias, mask, slopes)."""
-    grad_out, weights, *problem, backend, needs_grad = args
-    if not _may_fold(problem, in_dims[2:-2]) or any(NeedsGrad(*needs_grad)[3:]):
+    first = 1 + len(Result._fields)
+    grad_out, out, weights, row_sums, *problem, backend, needs_grad = args
+    if not _may_fold(problem, in_dims[first:-2]) or any(NeedsGrad(*needs_grad)[3:]):
         return by_slices(op, size, in_dims, args)
-    folded = _fold_batches(size, in_dims[2:], problem)
+    folded = _fold_batches(size, in_dims[first:], problem)
     batch = len(folded[0]) // size
     (grad_out,) = _fold_batches(size, in_dims[:1], [grad_out], batch=batch)
-    if weights.numel() and in_dims[1] is not None:
-        (weights,) = _fold_batches(size, in_dims[1:2], [weights], batch=batch)
+    if row_sums.numel():
+        out, row_sums = _fold_batches(size, (in_dims[1], in_dims[3]), [out, row_sums], batch=batch)
+    else:  # they are mapped, as an empty tensor for each slice
+        out = row_sums = row_sums.new_empty(0)
+    if weights.numel() and in_dims[2] is not None:
+        (weights,) = _fold_batches(size, in_dims[2:3], [weights], batch=batch)
     else:  # those of all slices together would take more memory than computing them again
         weights = weights.new_empty(0)
-    return _unfold(size, op(grad_out, weights, *folded, *problem[_FOLDED:], backend, needs_grad))
+    return _unfold(size, op(grad_out, out, weights, row_sums, *folded, *problem[_FOLDED:], backend, needs_grad))
 
 
 def _unfold(size: int, results: Sequence[Tensor]) -> tuple[Any, Any]:

@@ -8,13 +8,16 @@ each, and as many as fit the processor's cache are computed at a time.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
+from sigattn.ops import normalization
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, Tiling, arithmetic, choose_tiles, groups, padded
-from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.positions import distances
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
 
@@ -44,21 +47,33 @@ def saved_weights(problem: Problem) -> Saved | None:
     return (shape, dtype) if fits and batch * heads * n * m else None
 
 
-def forward(problem: Problem, saved: Saved | None) -> tuple[Tensor, Tensor]:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and the saved weights, or an empty tensor."""
-    out = new_output(problem.query, problem.value.shape[-1])
+def forward(problem: Problem, saved: Saved | None) -> Result:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
     shape, dtype = saved or ((0,), None)
-    weights = problem.query.new_empty(shape, dtype=dtype)
-    attend(problem, out, weights)
-    return out, weights
+    result = Result(
+        new_output(problem.query, problem.value.shape[-1]),
+        problem.query.new_empty(shape, dtype=dtype),
+        new_row_sums(problem.query, problem.normalize),
+    )
+    attend(problem, result)
+    return result
 
 
-def attend(problem: Problem, out: Tensor, weights: Tensor) -> None:
-    """Write the output, and the weights unless ``weights`` is empty."""
+def attend(problem: Problem, result: Result) -> None:
+    """Write the output, and unless they are empty the weights and the sums of the rows."""
+    if problem.normalize:
+        normalization.compute(problem, result.row_sums, functools.partial(_attend, result=result))
+    else:
+        _attend(problem, result)
+
+
+def _attend(problem: Problem, result: Result) -> None:
+    out, weights, row_sums = result
     if not out.numel() or not problem.key.shape[2]:
         out.zero_()
+        row_sums.zero_()
         return
-    drops, tiling = problem.seed is not None, choose_tiles(problem, weights, outer=0)
+    drops, normalize, tiling = problem.seed is not None, problem.normalize, choose_tiles(problem, weights, outer=0)
     memory = weights.view(-1) if tiling.is_saved else new_memory(problem, tiling)
     for group in groups(problem, tiling):
         group.prepare_logits()
@@ -67,25 +82,30 @@ def attend(problem: Problem, out: Tensor, weights: Tensor) -> None:
             i1 = min(i0 + tiling.rows, tiling.num_queries)
             target = group.result_rows(out, group.query_heads, i0, i1)  # (nb, nh · rep, R, Dv)
             total: Tensor | None = None  # (G, rep · R, Dv)
+            sums = group.result_rows(row_sums[..., :1], group.query_heads, i0, i1).zero_() if normalize else None
             for j0, j1 in group.visible(i0, i1, outer=0):
                 p = group.tile(memory_of_p, i0, i1, j0, j1)  # (G, rep · R, C)
                 group.write_weights(p, i0, i1, j0, j1)  # P = σ(scale · Q Kᵀ + b)
+                if sums is not None:  # t += P 1
+                    sums += group.by_head(p, i0, i1, j0, j1).sum(-1, keepdim=True, dtype=sums.dtype).view(sums.shape)
                 p = group.drop(p, i0, i1, j0, j1) if drops else p
                 total = add_product(total, p, group.columns(group.value, j0, j1), target)  # O += P V
+            if sums is not None and total is not None:
+                total = group.divide_rows(total, sums)  # O / t
             write(target, total, problem.keep_scale)
 
 
-def backward(problem: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def backward(problem: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients in ``needs_grad``, by the table of App. F with corrections (docs/paper-notes.md).
 
     Args:
         problem: as passed to ``forward``.
         grad_out: (B, Hq, N, Dv).
-        weights: what ``forward`` has saved; if empty, the weights are computed again.
+        result: what ``forward`` returned; without weights, they are computed again.
         needs_grad: the gradients to compute.
     """
     gradients = new_gradients(problem, needs_grad)
-    differentiate(problem, grad_out, weights, gradients)
+    differentiate(problem, grad_out, result, gradients)
     return in_dtypes(gradients, problem)
 
 
@@ -107,9 +127,10 @@ def in_dtypes(gradients: Gradients, problem: Problem | VarlenProblem) -> Gradien
     return Gradients(*gradients[:3], *(g if g is None or t is None else g.to(t.dtype) for g, t in options))
 
 
-def differentiate(problem: Problem, grad_out: Tensor, weights: Tensor, gradients: Gradients) -> None:
+def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:
     """Write the gradients of query, key and value, and add those of bias, mask and slopes."""
-    d_query, d_key, d_value, *d_options = gradients
+    problem, grad_out, row_terms = normalization.backward_operands(problem, grad_out, result)
+    weights, (d_query, d_key, d_value, *d_options) = result.weights, gradients
     is_empty = not grad_out.numel() or not problem.key.shape[2]
     tiling = None if is_empty else choose_tiles(problem, weights, outer=1)
     if tiling is None or not tiling.is_whole or problem.key_lengths is not None:  # some rows are in no tile
@@ -128,6 +149,7 @@ def differentiate(problem: Problem, grad_out: Tensor, weights: Tensor, gradients
         memory_of_p = memory[group.first_weight :] if tiling.is_saved else memory
         d_out = group.of_queries(grad_out)  # (G, rep · N, Dv)
         d_out = d_out * problem.keep_scale if drops else d_out
+        terms = None if row_terms is None else group.of_queries(row_terms, row_terms.dtype)  # (G, rep · N, 1)
         query_sum: Tensor | None = None  # (G, rep, N, D)
         if d_query is not None and not tiling.is_whole:
             wide = torch.promote_types(tiling.dtype, torch.float32)
@@ -150,6 +172,7 @@ def differentiate(problem: Problem, grad_out: Tensor, weights: Tensor, gradients
                     d = group.tile(memory_of_d, i0, i1, j0, j1)
                     torch.bmm(d_rows, value.transpose(1, 2), out=d)  # dP = dO Vᵀ
                     d = group.drop(d, i0, i1, j0, j1) if drops else d
+                    d = d if terms is None else d.sub_(group.rows(terms, i0, i1))  # dP - δ
                     torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
                     group.hide(d, i0, i1, j0, j1)  # 0 · NaN where V or dO is not finite
                     if has_options:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
-from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.normalization import add_parts, new_row_sums
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem, new_output
 
 # measured on CPUs
@@ -20,21 +21,22 @@ PIECE = 1 << 19  # elements of K that are computed at a time, so that converted 
 COPIED = 1 << 15  # elements of a sample's K that are copied to batch samples
 
 
-def varlen_forward(problem: VarlenProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and an empty tensor."""
-    out, nothing = new_output(problem.query, problem.value.shape[2]), problem.query.new_empty(0)
+def varlen_forward(problem: VarlenProblem, saved: Saved | None = None) -> Result:
+    """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and the sums of rows."""
+    out = new_output(problem.query, problem.value.shape[2])
+    result = Result(out, out.new_empty(0), new_row_sums(problem.query, problem.normalize))
     end = 0
     for s, rows, keys in _sequences(problem):
-        attend(problem.sequence(s, rows, keys), _heads_first(out[rows]), nothing)
+        attend(problem.sequence(s, rows, keys), _of_sequence(result, rows))
         end = rows.stop
     out[end:] = 0
-    return out, nothing
+    if problem.normalize:
+        result.row_sums[end:] = 0
+    return result
 
 
-def varlen_backward(
-    problem: VarlenProblem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad
-) -> Gradients:  # grad_out: (Tq, Hq, Dv)
-    """Return the gradients in ``needs_grad``; those of rows of no sequence are 0."""
+def varlen_backward(problem: VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``; those of rows of no sequence are 0. grad_out: (Tq, Hq, Dv)."""
     p, gradients = problem, new_gradients(problem, needs_grad)
     query, key, value, bias, attn_mask, slopes = gradients
     rows = keys = slice(0, 0)
@@ -48,7 +50,7 @@ def varlen_backward(
             None if attn_mask is None else p.mask_of_sequence(attn_mask, s, n, m),
             None if slopes is None else p.of_sequence(slopes, s),
         )
-        differentiate(p.sequence(s, rows, keys), _heads_first(grad_out[rows]), weights, of_sequence)
+        differentiate(p.sequence(s, rows, keys), _heads_first(grad_out[rows]), _of_sequence(result, rows), of_sequence)
     for gradient, end in ((query, rows.stop), (key, keys.stop), (value, keys.stop)):
         if gradient is not None:
             gradient[end:] = 0
@@ -62,18 +64,25 @@ def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
         yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
 
 
-def _heads_first(t: Tensor) -> Tensor:  # (n, H, E) → (1, H, n, E)
+def _heads_first(t: Tensor) -> Tensor:  # (n, H, …) → (1, H, n, …)
     return t.transpose(0, 1).unsqueeze(0)
 
 
-def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output of new queries against a cache, (B, N, Hq, Dv), and an empty tensor.
+def _of_sequence(result: Result, rows: slice) -> Result:
+    """Return the part of a result that belongs to a sequence, views; without an output if there is none."""
+    out, row_sums = (_heads_first(t[rows]) if t.dim() > 1 else t for t in (result.out, result.row_sums))
+    return Result(out, result.weights, row_sums)
+
+
+def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> Result:
+    """Return the output of new queries against a cache, (B, N, Hq, Dv), and the sums of rows.
 
     Samples are computed one by one, unless they have the same length and it takes no large copy to batch them. A long
     cache is split for few queries: the partial results of disjoint keys add (Sect. 4).
     """
     p = problem
     out, nothing = new_output(p.query, p.value.shape[3]), p.query.new_empty(0)
+    row_sums = new_row_sums(p.query, p.normalize)
     (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
     keys = p.key_ranges()
     is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1
@@ -86,17 +95,18 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> tupl
         if p.left != UNLIMITED:  # keys that no query sees are neither converted nor copied
             first = max(first, min(end - n - p.left, length))
         stop = length if p.right == UNLIMITED else max(first, min(length, end + p.right))
-        result = out[samples].transpose(1, 2)  # (nb, Hq, N, Dv)
+        sums = row_sums[samples].transpose(1, 2) if p.normalize else nothing
+        result = Result(out[samples].transpose(1, 2), nothing, sums)  # (nb, Hq, N, Dv)
         if stop - first <= piece:
-            attend(p.samples(samples, first, stop, length, end), result, nothing)
+            attend(p.samples(samples, first, stop, length, end), result)
             continue
-        total = torch.zeros_like(result, dtype=torch.promote_types(out.dtype, torch.float32))
+        wide = torch.promote_types(out.dtype, torch.float32)
+        parts = []
         for start in range(first, stop, piece):
-            partial = torch.empty_like(total)
-            attend(p.samples(samples, start, min(start + piece, stop), length, end), partial, nothing)
-            total += partial
-        result.copy_(total)
-    return out, nothing
+            parts.append(Result(torch.empty_like(result.out, dtype=wide), nothing, torch.empty_like(sums)))
+            attend(p.samples(samples, start, min(start + piece, stop), length, end), parts[-1])
+        add_parts(parts, result)
+    return Result(out, nothing, row_sums)
 
 
 def _can_fold_heads(cache: Tensor, length: int) -> bool:

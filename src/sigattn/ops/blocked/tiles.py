@@ -213,23 +213,27 @@ class Group:
 
     # -- the group's part of a tensor ---------------------------------------------------------------------------------
 
-    def _operand(self, t: Tensor, heads: slice, rows: int) -> Tensor:  # (B, H, N or M, E) → (G, rows of heads, E)
-        """Return the group's part of an operand in the compute dtype, padded to ``rows`` of each head."""
+    def _operand(self, t: Tensor, heads: slice, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the group's part of an operand, padded to ``rows`` of each head: (B, H, N or M, E) → (G, ·, E).
+
+        It is in the compute dtype, unless another is given.
+        """
+        dtype = self.tiling.dtype if dtype is None else dtype
         if not self.is_all:
             t = t[self.samples, heads]
         if rows < t.shape[2]:
             t = t[:, :, :rows]
-        if t.dtype is not self.tiling.dtype:
-            t = t.to(self.tiling.dtype)
+        if t.dtype is not dtype:
+            t = t.to(dtype)
         if self.exists is not None and heads is self.heads:  # a NaN beyond key_lengths must not enter a product
             t = t.masked_fill(~self.exists, 0)
         t = _pad_rows(t, rows).reshape(self.size, t.shape[0] * t.shape[1] // self.size * rows, t.shape[3])
         # each product would copy an operand that is not dense, if oneDNN computes it
         return t.contiguous() if self.has_many_rows or t.dtype is torch.bfloat16 else t
 
-    def of_queries(self, t: Tensor) -> Tensor:  # (B, Hq, N, E) → (G, rep · N, E)
-        """Return the group's part of the query or of the gradient of the output as an operand."""
-        return self._operand(t, self.query_heads, self.tiling.num_queries)
+    def of_queries(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:  # (B, Hq, N, E) → (G, rep · N, E)
+        """Return the group's part of the query, or of a gradient or term for each query, as an operand."""
+        return self._operand(t, self.query_heads, self.tiling.num_queries, dtype)
 
     def of_heads(self, t: Tensor) -> Tensor:  # (B or 1, Hq or 1, ·, ·) → (nb or 1, nh or 1, rep or 1, ·, ·)
         """Return the part of a tensor that applies to the group, a view."""
@@ -313,6 +317,12 @@ class Group:
             self.by_head(p, i0, i1, j0, j1).add_(alibi(slopes, positions, (j0, j1), p.dtype))
         self.hide(p.sigmoid_(), i0, i1, j0, j1)
 
+    def divide_rows(self, total: Tensor, sums: Tensor) -> Tensor:  # (G, rep · R, Dv), (nb, nh · rep, R', 1)
+        """Divide rows of the output by their sums, in place if the dtype suffices; rows with a sum of 0 become 0."""
+        inverse = torch.where(sums == 0, 0, 1 / sums)
+        inverse = _pad_rows(inverse, total.shape[1] // self.shape[2]).reshape(self.size, -1, 1)
+        return total.mul_(inverse) if total.dtype is inverse.dtype else total * inverse
+
     def slope_of_cap(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:  # (G, rep · R, C)
         """Return the derivative of the cap, 1 - tanh². NaN becomes 0: if its key is visible, dS is NaN already."""
         out = self.query.new_empty(self.size, self.shape[2] * (i1 - i0), j1 - j0)
@@ -329,7 +339,8 @@ class Group:
     def hide(self, p: Tensor, i0: int, i1: int, j0: int, j1: int) -> None:
         """Set the weights, or their gradients, of hidden keys to 0, whatever they are.
 
-        Keys beyond ``key_lengths`` are not hidden, because they and their values are 0.
+        Keys beyond ``key_lengths`` are hidden with ``normalize`` only: else it is enough that they and their values are
+        0.
         """
         left, right, offset = self.problem.left, self.problem.right, self.problem.query_offset
         by_query_head = p if self.shape[2] == 1 else p.view(-1, i1 - i0, j1 - j0)
@@ -346,6 +357,8 @@ class Group:
             added = self.of_tile(mask, i0, i1, j0, j1)
             if mask.device.type != "cpu" or not added.amin() > -torch.inf:
                 self.by_head(p, i0, i1, j0, j1).masked_fill_(added == -torch.inf, 0)
+        if self.exists is not None and self.problem.normalize:  # their weights are part of a sum
+            self.by_head(p, i0, i1, j0, j1).masked_fill_(~self.exists[:, :, j0:j1].unsqueeze(1).mT, 0)
         if self.blocks is not None and not self.blocks.are_visible(slice(i0, i1), slice(j0, j1)):
             visible = self.blocks.dense(slice(i0, i1), slice(j0, j1))
             self.by_head(p, i0, i1, j0, j1).masked_fill_(~visible, 0)

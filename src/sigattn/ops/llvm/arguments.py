@@ -44,7 +44,7 @@ class KernelArguments(Structure):
         ("right", c_int64),  # … to i + right; ANYWHERE for no limit
         ("query_offset", c_int64),  # position of the first query
         ("alibi", c_int64),  # 1 with slopes
-        ("row_sums_size", c_int64),  # sums for each query in the backward pass: 0, 1 (bias) or 3 (bias and both slopes)
+        ("score_sums_size", c_int64),  # sums for each query in the backward pass: 0, 1 (bias) or 3 (bias and both slopes)
         ("splits", c_int64),  # parts of a head's keys in the backward pass, a task for each
         ("packs_keys", c_int64),  # 1 if the kernel "forward" packs the keys itself
         ("bias_value", c_float),  # the bias if it is a number; ``bias`` points here
@@ -52,12 +52,15 @@ class KernelArguments(Structure):
         ("keep_from", c_int64),  # smallest hash of a weight that dropout keeps
         ("keep_scale", c_float),  # factor of the weights that dropout keeps
         ("saves", c_int64),  # 1 if the forward pass writes ``weights``, or the backward pass reads them
+        ("normalizes", c_int64),  # 1 if the forward pass divides each row by the sum of its weights
+        ("zero", c_float),  # 0, to which ``row_terms`` points if there are none
         ("mask_itemsize", c_int64),  # 1 for a mask of bool, 4 for float32, 0 for none
         # tensors
         ("query", Strided),
         ("key", Strided),
         ("value", Strided),
         ("bias", Strided),  # float32, (B, H, N)
+        ("row_terms", Strided),  # float32, (B, H, N): what the backward pass subtracts from each row of dP
         ("mask", Strided),  # (B, H, N, tiles of M), strides in bytes
         ("out", Strided),
         ("grad_out", Strided),
@@ -80,7 +83,8 @@ class KernelArguments(Structure):
         ("grad_query_sums", c_void_p),  # float32, (splits, B, H, N, head_dim)
         ("grad_key_sums", c_void_p),  # float32, (B, Hkv, M, head_dim)
         ("grad_value_sums", c_void_p),  # float32, (B, Hkv, M, value_dim)
-        ("row_sums", c_void_p),  # float32, (splits, B, H, N, 3)
+        ("score_sums", c_void_p),  # float32, (splits, B, H, N, 3)
+        ("weight_sums", c_void_p),  # float32, (B, H, N, 2): the sum of each row's weights, and a number that is not used
         ("row_hashes", c_void_p),  # of dropout, int32, (B, H, N)
         ("column_hashes", c_void_p),  # of dropout, int32, (tiles of M)
         ("weights", c_void_p),  # saved, (B, H, N, tiles of M); only where windows let a query see a key

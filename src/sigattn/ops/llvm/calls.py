@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sigattn.ops import normalization
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
-from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import Memory, make_plan, round_up
 from sigattn.ops.memory import keep_memory_warm
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, new_output
 
 MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
@@ -26,6 +28,7 @@ NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocke
 # offsets of fields that others point to, as tensors of one number
 _BIAS_VALUE: int = KernelArguments.bias_value.offset
 _M: int = KernelArguments.m.offset
+_ZERO: int = KernelArguments.zero.offset
 
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
@@ -49,49 +52,67 @@ def saved_weights(p: Problem) -> Saved | None:
     return (batch, heads, n, columns), p.query.dtype
 
 
-def forward(p: Problem, saved: Saved | None) -> tuple[Tensor, Tensor]:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and the saved weights, or an empty tensor."""
-    (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
-    out = new_output(p.query, dv)
+def forward(p: Problem, saved: Saved | None) -> Result:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
+    out = new_output(p.query, p.value.shape[3])
     weights = p.query.new_empty(0 if saved is None else saved[0])
-    if not out.numel() or not m:
-        return out.zero_(), weights
+    row_sums = new_row_sums(p.query, p.normalize)
+    if not out.numel() or not p.key.shape[2]:
+        return Result(out.zero_(), weights, row_sums.zero_())
+    result = Result(out, weights, row_sums)
+    if p.normalize:
+        normalization.compute(p, row_sums, lambda lifted: _attend(lifted, result))
+    else:
+        _attend(p, result)
+    return result
+
+
+def _attend(p: Problem, result: Result) -> None:
+    """Write the output, and unless they are empty the weights and the sums of the rows."""
+    out, weights, row_sums = result
+    (batch, heads, n, _), (_, kv_heads, _, dv) = p.query.shape, p.value.shape
     call = _Call(p, kernels(p.query.dtype))
     call.set_operands(query=p.query, key=p.key, value=p.value)
     call.allocate(call.plan.forward)
     target = call.set_result("out", out)
-    if saved is not None:
+    if weights.numel():
         call.args.saves, call.args.weights = 1, weights.data_ptr()
+    if p.normalize:
+        call.args.normalizes, call.args.weight_sums = 1, row_sums.data_ptr()
     blocks = -(-n // FORWARD_ROWS)
     if blocks == 1 and heads == kv_heads:
         call.args.packs_keys = 1
     else:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
     call.kernels.run("forward", batch * heads * blocks, call.args, call.plan.threads)
-    return out if target is out else out.copy_(target[..., :dv]), weights
+    if target is not out:
+        out.copy_(target[..., :dv])
 
 
-def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
     if needs_grad.attn_mask:
         raise RuntimeError(f"sigmoid_attention: backend 'llvm': {NO_GRADIENT_OF_MASK}")
     (batch, heads, n, _), (_, kv_heads, m, _) = p.query.shape, p.value.shape
     grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
-    needs_row_sums = needs_grad.bias or needs_grad.alibi_slopes
-    row_sums = p.query.new_zeros((1, batch, heads, n, 3), dtype=torch.float32) if needs_row_sums else None
+    needs_score_sums = needs_grad.bias or needs_grad.alibi_slopes
+    score_sums = p.query.new_zeros((1, batch, heads, n, 3), dtype=torch.float32) if needs_score_sums else None
     if not grad_out.numel() or not m:
         for grad in grads:
             grad.zero_()
     else:
-        call = _Call(p, kernels(p.query.dtype))
+        lifted, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
+        call = _Call(lifted, kernels(p.query.dtype))
         splits, threads = call.plan.splits, call.plan.threads
         call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
         call.allocate(call.plan.backward)
-        if row_sums is not None:
-            row_sums = row_sums.expand(splits, -1, -1, -1, -1).contiguous()
-            call.args.row_sums, call.args.row_sums_size = row_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
-        if weights.numel():
-            call.args.saves, call.args.weights = 1, weights.data_ptr()
+        if score_sums is not None:
+            score_sums = score_sums.expand(splits, -1, -1, -1, -1).contiguous()
+            call.args.score_sums, call.args.score_sums_size = score_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
+        if result.weights.numel():
+            call.args.saves, call.args.weights = 1, result.weights.data_ptr()
+        if row_terms is not None:
+            call.set("row_terms", row_terms, *row_terms.stride()[:3])
         names = ("grad_query", "grad_key", "grad_value")
         targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
         if splits > 1:  # each has its own gradient of the queries
@@ -110,10 +131,10 @@ def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGra
             if target is not grad:
                 grad.copy_(target[..., : grad.shape[-1]])
     query, key, value = (t if is_needed else None for t, is_needed in zip(grads, needs_grad[:3], strict=True))
-    if row_sums is None:
+    if score_sums is None:
         return Gradients(query, key, value, None, None, None)
-    bias = _sum_like(row_sums[..., :1], p.bias) if needs_grad.bias else None
-    slopes = _sum_like(-row_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
+    bias = _sum_like(score_sums[..., :1], p.bias) if needs_grad.bias else None
+    slopes = _sum_like(-score_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
     return Gradients(query, key, value, bias, None, slopes)
 
 
@@ -139,6 +160,7 @@ class _Call:
         self.args = KernelArguments.from_buffer_copy(self.plan.args)
         address = ctypes.addressof(self.args)
         self.args.bias.data, self.args.lengths = address + _BIAS_VALUE, address + _M
+        self.args.row_terms.data = address + _ZERO
         self._tensors: list[Tensor] = []
         if p.bias is not None or p.key_lengths is not None:
             self._set_bias(p)

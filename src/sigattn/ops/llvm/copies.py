@@ -48,6 +48,17 @@ class Copies(Microtiles):
         with b.loop(first, last) as row, b.loop(0, width, b.lanes) as d:
             (rows[row] + d).store(b.vector(0.0))
 
+    def divide_rows(
+        self, b: Builder, rows: Matrix, count: Value, width: Value, vectors: Matrix, sums: Matrix
+    ) -> None:
+        """Divide rows by their sums of weights, and write these; rows with a sum of 0 remain."""
+        with b.loop(0, count) as row:
+            total = b.sum(vectors[row].load_vector())
+            sums[row].store(total)
+            divisor = b.splat(b.select(total == 0.0, Value(b, constant(1.0, FLOAT)), total))
+            with b.loop(0, width, b.lanes) as d:
+                (rows[row] + d).store((rows[row] + d).load_vector() / divisor)
+
     def round_rows(self, b: Builder, sums: Matrix, count: Value, width: Value, out: Matrix) -> None:
         """Write ``count`` rows of float32 as bfloat16."""
         with b.loop(0, count) as row, b.loop(0, width, b.lanes) as d:

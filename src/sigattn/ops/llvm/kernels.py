@@ -27,7 +27,7 @@ def make_module(registers: Registers, per_word: int) -> ir.Module:
     """Return the module of the kernels in ``NAMES`` for tensors with some elements in a word of 32 bits."""
     kernels, tile, rows = _Kernels(registers, per_word), registers.tile, registers.rows
     kernels.add_kernel("pack", kernels.pack_keys)
-    kernels.add_kernel("forward", kernels.forward, rows * 2 * tile)
+    kernels.add_kernel("forward", kernels.forward, rows * 2 * tile, FORWARD_ROWS * registers.lanes)
     if per_word == 1:
         kernels.add_kernel("backward", kernels.backward, BACKWARD_ROWS * tile, BACKWARD_ROWS * tile)
     else:
@@ -86,6 +86,9 @@ class _Kernels(Copies):
         with b.when(args.packs_keys > 0):
             self.pack_keys(b, args, kv_number, [])
         self.clear_rows(b, out, 0, count, args.value_dim)
+        weight_sums = Matrix(scratch[1], b.lanes)  # a vector for each row, whose numbers add to the sum
+        with b.when(args.normalizes == 1):
+            self.clear_rows(b, weight_sums, 0, count, b.lanes)
         start = b.round_down(b.maximum(position - args.left, 0), pair_of_tiles)
         stop = b.minimum(length, position + count + args.right)
         with b.loop(start, stop, pair_of_tiles) as column:
@@ -102,6 +105,8 @@ class _Kernels(Copies):
                         self._weights(
                             b, args, rows, bias[row:], slopes, position + row - key, length - key, scores, corner
                         )
+                        with b.when(args.normalizes == 1):
+                            self.add_weights(b, rows, scores, weight_sums[row])
                         self._drop(b, args, rows, row_hashes + row, key, scores)
                         if self.per_word == 2:
                             self.pair_columns(b, rows, scores, target)
@@ -109,6 +114,9 @@ class _Kernels(Copies):
                     factor, words = self.right_factor(value, value_pairs, column, end - column)
                     left = Matrix(microtile, weights.stride)
                     self.add_product(b, rows, left, 1, factor, words, out[row:], args.value_dim)
+        with b.when(args.normalizes == 1):
+            sums_of_head = Matrix(args.weight_sums + (number * args.n + first) * 2, 2)
+            self.divide_rows(b, out, count, args.value_dim, weight_sums, sums_of_head)
         if self.per_word == 2:
             self.round_rows(b, out, count, args.value_dim, args.out.head(sample, head, INT16)[first:])
 
@@ -149,10 +157,11 @@ class _Kernels(Copies):
             split_number = split * (samples * args.heads) + number
             query, grad_out = args.query.head(sample, head), args.grad_out.head(sample, head)
             bias, mask = args.bias.head(sample, head), args.mask.head(sample, head, INT8)
+            row_terms = args.row_terms.head(sample, head)
             slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head)
             query_pairs = self.paired(args.query_pairs, number, args.n, args.head_dim)
             grad_out_pairs = self.paired(args.grad_out_pairs, number, args.n, args.value_dim)
-            saved, row_sums = self._saved_weights(args, number), args.row_sums + split_number * (args.n * 3)
+            saved, score_sums = self._saved_weights(args, number), args.score_sums + split_number * (args.n * 3)
             grad_query = self.sums(
                 args.grad_query, args.grad_query_sums, sample, head, split_number, args.n, args.head_dim
             )
@@ -188,14 +197,14 @@ class _Kernels(Copies):
                                 )
                             with b.when(~is_saved):
                                 self.clear(b, rows, weights.data)
-                        # dP = dO Vᵀ, dS = scale · P (1 - P) · dP
+                        # dP = dO Vᵀ, dS = scale · P (1 - P) · (dP - row term)
                         self.product(b, rows, grad_out[row:], values + column * width, width, grads)
                         self._drop(b, args, rows, row_hashes + row, column, grads)
                         for size_of_sums in (0, 1, 3):
-                            with b.when(args.row_sums_size == size_of_sums):
+                            with b.when(args.score_sums_size == size_of_sums):
                                 self.grad_scores(
-                                    b, size_of_sums, rows, weights.data, args.scale, distance, grads.data,
-                                    row_sums + row * 3,
+                                    b, size_of_sums, rows, weights.data, args.scale, distance, row_terms[row:],
+                                    grads.data, score_sums + row * 3,
                                 )  # fmt: skip
                         self._drop(b, args, rows, row_hashes + row, column, weights)  # for the gradient of the values
                         if self.per_word == 2:

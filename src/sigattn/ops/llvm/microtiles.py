@@ -116,6 +116,15 @@ class Microtiles(Module):
                 weights.store(b.select(is_hidden, b.vector(0.0), weights.load_vector()))
 
     @function
+    def add_weights(self, b: Builder, rows: Index, tile: WordMatrix, sums: Words) -> None:
+        """Add the weights of each row to a vector of sums, which has another number for each lane."""
+        with b.loop(0, rows) as r:
+            total = (sums + r * b.lanes).load_vector()
+            for c in range(self.registers.columns):
+                total = total + (tile[r] + c * b.lanes).load_vector()
+            (sums + r * b.lanes).store(total)
+
+    @function
     def drop(
         self, b: Builder, rows: Index, row_hashes: Hashes, column_hashes: Hashes, keep_from: Index, keep_scale: Number,
         tile: WordMatrix,
@@ -150,9 +159,9 @@ class Microtiles(Module):
     @function
     def grad_scores(
         self, b: Builder, num_sums: int,
-        rows: Index, weights: Words, scale: Number, distance: Index, tile: Words, sums: Words,
+        rows: Index, weights: Words, scale: Number, distance: Index, row_terms: WordMatrix, tile: Words, sums: Words,
     ) -> None:  # fmt: skip
-        """Compute dS = scale · P (1 - P) · dP in place of dP = dO Vᵀ, and add sums over each row of dS / scale.
+        """Compute dS = scale · P (1 - P) · (dP - row term) in place of dP, and add sums over each row of dS / scale.
 
         Args:
             num_sums: 0; 1 for the gradient of the bias; 3 for those of the bias and of both slopes of ALiBi.
@@ -160,13 +169,13 @@ class Microtiles(Module):
         """
         factor, zero = b.splat(scale), b.vector(0.0)
         with b.loop(0, rows) as r:
-            totals = [zero] * num_sums
+            totals, row_term = [zero] * num_sums, b.splat(row_terms[r].load())
             for c in range(self.registers.columns):
                 offset = r * self.registers.tile + c * b.lanes
                 weight, grad_weights = (weights + offset).load_vector(), tile + offset
                 slope = b.fma(-weight, weight, weight)
                 hidden = weight == 0.0  # its dP may be NaN
-                grad = b.select(hidden, zero, grad_weights.load_vector() * slope)
+                grad = b.select(hidden, zero, (grad_weights.load_vector() - row_term) * slope)
                 grad_weights.store(grad * factor)
                 distances = self._distances(b, distance + r, c) if num_sums > 1 else ()
                 factors = (b.vector(1.0), *distances)

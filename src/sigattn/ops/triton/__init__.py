@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,6 +26,8 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
         size = problem.blocks.size
         if size[0] % _MAX_TILE or size[1] % _MAX_TILE:
             return f"it is for a BlockMask whose block sizes are multiples of {_MAX_TILE}, not {size}"
+    if problem.normalize:
+        return "it does not support normalize"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _MAX_HEAD_DIM and 1 <= v.shape[-1] <= _MAX_HEAD_DIM):
@@ -45,21 +47,23 @@ def _device_unavailable(device: torch.device) -> str | None:
     return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
 
 
-def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> tuple[Tensor, Tensor]:
-    """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv), and an empty tensor: no weights are saved."""
+def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
+    """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv), and two empty tensors: no weights are saved."""
     from sigattn.ops.triton import launch
 
-    return launch.forward(problem), problem.query.new_empty(0)
+    nothing = problem.query.new_empty(0)
+    return Result(launch.forward(problem), nothing, nothing)
 
 
-def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> tuple[Tensor, Tensor]:
-    """Return the output of queries against a cache, (B, N, Hq, Dv), and an empty tensor."""
+def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> Result:
+    """Return the output of queries against a cache, (B, N, Hq, Dv), and two empty tensors."""
     from sigattn.ops.triton import launch_decode
 
-    return launch_decode.forward(problem), problem.query.new_empty(0)
+    nothing = problem.query.new_empty(0)
+    return Result(launch_decode.forward(problem), nothing, nothing)
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients that are needed."""
     from sigattn.ops.triton import launch
 

@@ -1,0 +1,100 @@
+"""Weights divided by their row's sum, W = σ(S) / Σ σ(S), for every S, by kernels of the plain sigmoid.
+
+The sum of a row far below 0 underflows. But where every weight of a row is tiny, σ(S) = e^S up to rounding: W is the
+softmax of the row, which is the same for S + c. Such rows are rare. They are computed again with a "lift" c, added to
+their bias in both passes; that of other rows is 0.
+
+The backward pass is that of the plain sigmoid, with dO / t for dO and dP - δ / t for dP, where t is the sum of a row and
+δ = dO · O:
+
+    dS = W (1 - σ(S)) (dP - δ)        dV = Wᵀ dO
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import reference
+from sigattn.ops.gradients import Result
+from sigattn.ops.problem import Problem
+
+SMALLEST_SUM = 2.0**-80  # of a row that is not lifted; weights that underflow are less than 2^-46 of it
+LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
+
+
+def new_row_sums(query: Tensor, normalize: bool) -> Tensor:
+    """Return uninitialised memory for the sum and the lift of each row of a query; empty if they are not needed."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty((*query.shape[:-1], 2) if normalize else (0,), dtype=dtype)
+
+
+def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], None]) -> None:
+    """Run the forward pass of a problem that normalises, a second time if rows need a lift, and write the lifts.
+
+    Args:
+        problem: the problem.
+        row_sums: sums and lifts, (B, Hq, N, 2).
+        forward: writes the output of a problem, and the sums of its rows, row_sums[..., 0].
+    """
+    forward(problem)
+    is_small = row_sums[..., 0] < SMALLEST_SUM
+    row_sums[..., 1] = 0
+    if not problem.key.shape[2] or not is_small.any():
+        return
+    largest = reference.largest_logits(problem, is_small.flatten(0, 1).any(0))
+    lifts = torch.where(is_small & largest.isfinite(), LEVEL - largest, 0)  # -inf if a row sees no key
+    if lifts.any():
+        forward(_lifted(problem, lifts))
+        row_sums[..., 1] = lifts
+
+
+def add_parts(parts: Sequence[Result], total: Result) -> None:
+    """Write the result over all keys, given those over disjoint parts of the keys."""
+    outs = torch.stack([part.out for part in parts])
+    if not total.row_sums.numel():
+        total.out.copy_(outs.sum(0))
+        return
+    sums, lifts = torch.stack([part.row_sums for part in parts]).unbind(-1)
+    logs = sums.log() - lifts
+    log_total = logs.logsumexp(0)
+    shares = torch.where(logs == -torch.inf, 0, torch.exp(logs - log_total))
+    total.out.copy_((outs * shares.unsqueeze(-1)).sum(0))
+    is_lifted = (log_total < math.log(SMALLEST_SUM)) & log_total.isfinite()
+    lift = torch.where(is_lifted, LEVEL - log_total, 0)
+    total.row_sums.copy_(torch.stack([torch.exp(log_total + lift), lift], -1))
+
+
+class BackwardOperands(NamedTuple):
+    """What the backward pass of the plain sigmoid needs to compute the gradients of a problem that normalises.
+
+    Attributes:
+        problem: the problem, with the bias of lifted rows.
+        grad_out: gradient of the output divided by the sums of the rows; (B, Hq, N, Dv).
+        row_terms: what is subtracted from each row of dP, (B, Hq, N, 1) in float32 or better; None for nothing.
+    """
+
+    problem: Problem
+    grad_out: Tensor
+    row_terms: Tensor | None
+
+
+def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> BackwardOperands:
+    """Return the operands of the backward pass, those given if the problem does not normalise."""
+    if not problem.normalize:
+        return BackwardOperands(problem, grad_out, None)
+    sums, lifts = result.row_sums.unbind(-1)
+    if lifts.any():
+        problem = _lifted(problem, lifts)
+    scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
+    row_terms = (scaled * result.out).sum(-1, keepdim=True)
+    return BackwardOperands(problem, scaled.to(grad_out.dtype), row_terms)
+
+
+def _lifted(problem: Problem, lifts: Tensor) -> Problem:
+    """Return a problem with the lifts of its rows, (B, Hq, N), added to the bias."""
+    return problem._replace(bias=problem.bias_value() + lifts.unsqueeze(-1))
