@@ -55,6 +55,7 @@ class Case:
     layout: str
     seed: int
     softcap: float = 0.0
+    normalize: bool = False
 
     def tensors(self, device="cpu"):
         """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths.
@@ -113,6 +114,7 @@ class Case:
             "alibi_slopes": given.get("alibi_slopes"),
             "key_lengths": lengths,
             "softcap": self.softcap,
+            "normalize": self.normalize,
         }
 
     def formula_options(self, given, lengths):
@@ -127,6 +129,7 @@ class Case:
             "slopes": o["alibi_slopes"],
             "lengths": lengths,
             "softcap": self.softcap,
+            "normalize": self.normalize,
         }
 
 
@@ -160,6 +163,8 @@ def cases(draw, masked=True, most=3):
     n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
     d, dv = draw(head_dims(*range(1, 20))), draw(head_dims(*range(1, 20)))
     side = st.integers(-1, 40)
+    normalize = draw(st.booleans())
+    numbers = st.floats(-300, 300) if normalize else st.floats(-8, 2)  # where plain weights are not all 0 or 1
     b_shape, m_shape = (batch, kv * rep, n, 1), (batch, kv * rep, n, m)
     return Case(
         shape=(batch, kv, rep, n, m, d, dv),
@@ -167,7 +172,7 @@ def cases(draw, masked=True, most=3):
         causal=draw(st.booleans()),
         scale=draw(st.one_of(st.none(), st.floats(0.05, 1.5))),
         window=draw(st.one_of(st.none(), st.tuples(side, side))),
-        bias=draw(st.one_of(st.none(), st.floats(-8, 2), _broadcastable(b_shape))),
+        bias=draw(st.one_of(st.none(), numbers, _broadcastable(b_shape))),
         mask=draw(
             st.none()
             if not masked
@@ -180,6 +185,7 @@ def cases(draw, masked=True, most=3):
         layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
         seed=draw(st.integers(0, 1 << 30)),
         softcap=draw(st.one_of(st.just(0.0), st.floats(0.3, 50))) if masked else 0.0,
+        normalize=normalize,
     )
 
 

@@ -134,17 +134,17 @@ def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, cau
     check(case, "triton")
 
 
-@pytest.mark.parametrize("softcap", [0.0, 0.6])
+@pytest.mark.parametrize(("softcap", "normalize"), [(0.0, False), (0.6, False), (0.6, True)])
 @pytest.mark.parametrize("backend", [b for b in COMPLETE if wide(b) is torch.float64])
-def test_gradcheck(backend, softcap):
+def test_gradcheck(backend, softcap, normalize):
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
     bias = torch.randn(2, 4, 1, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(1, 2, 2, dtype=torch.float64, requires_grad=True)
 
     def call(q, k, v, bias, mask, slopes):
-        options = {"alibi_slopes": slopes, "window": (3, 2), "softcap": softcap, "backend": backend}
-        return sigmoid_attention(q, k, v, mask, bias=bias, **options)
+        options = {"alibi_slopes": slopes, "window": (3, 2), "softcap": softcap}
+        return sigmoid_attention(q, k, v, mask, bias=bias, normalize=normalize, backend=backend, **options)
 
     assert torch.autograd.gradcheck(call, (q, k, v, bias, mask, slopes))
 

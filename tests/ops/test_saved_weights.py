@@ -52,15 +52,17 @@ def test_gradients_of_saved_weights_equal_those_of_weights_computed_again(backen
     if DENSE.backends[backend].unavailable(problem) is not None:
         pytest.skip("not supported")
     with torch._C._AutoDispatchBelowAutograd():
-        out, weights = DENSE.forward_op(*problem, backend, True)
+        out, weights, _ = DENSE.forward_op(*problem, backend, True)
     assert weights.numel() == 0 if DENSE.backends[backend].saved_weights(problem) is None else weights.numel()
-    again, nothing = DENSE.forward_op(*problem, backend, False)
+    again, nothing, _ = DENSE.forward_op(*problem, backend, False)
     assert not nothing.numel()
     torch.testing.assert_close(out, again)
     needs_mask = problem.attn_mask is not None and problem.attn_mask.is_floating_point() and backend == "blocked"
     needs = [True, True, True, problem.bias is not None and problem.bias.dim() > 0, needs_mask, False]
     grad = torch.randn_like(out)
-    saved, *others = (DENSE.backward_op(grad, w, *problem, backend, needs) for w in (weights, weights, nothing))
+    saved, *others = (
+        DENSE.backward_op(grad, nothing, w, nothing, *problem, backend, needs) for w in (weights, weights, nothing)
+    )
     assert all(map(torch.equal, saved, others[0]))  # once more, from the same weights
     tolerance = {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(saved, others[1], **tolerance)

@@ -76,12 +76,12 @@ def test_output_strides_match_the_fakes(layout, size):
     """A compiled graph asserts the strides of the fake implementations."""
     x = LAYOUTS[layout](*size)
     arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
-    (out, nothing), (fake, _) = DENSE._forward(*arguments, False), DENSE._fake_forward(*arguments, False)
+    (out, *nothing), (fake, *_) = DENSE._forward(*arguments, False), DENSE._fake_forward(*arguments, False)
     assert (out.shape, out.stride()) == (fake.shape, fake.stride())
     needs = [True, True, True, False, False, False]
     for own, fake in zip(
-        DENSE._backward(out, nothing, *arguments, needs),
-        DENSE._fake_backward(out, nothing, *arguments, needs),
+        DENSE._backward(out, out, *nothing, *arguments, needs),
+        DENSE._fake_backward(out, out, *nothing, *arguments, needs),
         strict=True,
     ):
         assert (own.shape, own.stride()) == (fake.shape, fake.stride())

@@ -4,6 +4,7 @@ It shares no code with the library, so the reference backend is tested against i
 """
 
 import torch
+from torch.nn import functional as F
 
 
 def formula(
@@ -18,11 +19,14 @@ def formula(
     slopes=None,
     lengths=None,
     softcap=0.0,
+    normalize=False,
     dtype=None,
     probe=None,
     weights=False,
 ):
     """Return σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default.
+
+    With ``normalize`` each row of weights is divided by its sum, in logarithms, so that no sum underflows.
 
     probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
     """
@@ -58,9 +62,15 @@ def formula(
         if mask.dtype is torch.bool:
             visible = visible & mask
         else:
-            s = s + mask.to(dtype)
+            visible = visible & (mask != -torch.inf)
+            s = s + mask.to(dtype).masked_fill(mask == -torch.inf, 0)
     s = s if probe is None else s + probe
-    p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
+    if normalize:
+        hidden = torch.where(visible.any(-1, keepdim=True), -torch.inf, 0)
+        logs = torch.where(visible, F.logsigmoid(s), hidden)
+        p = torch.where(visible, logs.softmax(-1), 0).to(dtype)
+    else:
+        p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
     return p if weights else p @ v
 
 
@@ -73,6 +83,9 @@ def sums_of_magnitudes(given, grad_out, **options):
     p, ds = formula(q, k, v, weights=True, **options), ds.abs()
     scale = abs(options["scale"] if options["scale"] is not None else d**-0.5)
     k, v = (torch.nan_to_num(t).repeat_interleave(heads // t.shape[1], 1).abs() for t in (k, v))
+    if options["normalize"]:  # dS is a difference
+        grad_weights = grad_out.double().abs() @ v.mT
+        ds = p * (grad_weights + (p * grad_weights).sum(-1, keepdim=True))
     distance = (torch.arange(n)[:, None] - torch.arange(m)).abs()
     terms = {
         "output": p @ v,
