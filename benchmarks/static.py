@@ -205,6 +205,7 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
         "alibi": Alibi("*fp32", number, number, 1) if options.SLOPES else None,  # type: ignore[arg-type]
         "blocks": Blocks("*i32", number, number, number, "*u8") if options.BLOCK_Q else None,  # type: ignore[arg-type]
         "sequences": Sequences("*i32" if options.LENGTHS else None, *(("*i32" if options.VARLEN else None,) * 2)),
+        "row_sums": "*fp32" if options.NORMALIZE else None,
         "seed": "*i64" if options.DROPOUT else None,
         "scales": Scales("fp32", "fp32", "fp32", "fp32"),  # type: ignore[arg-type]
         "grad_bias": None,

@@ -22,8 +22,8 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they do not support packed sequences, masks, ALiBi, key lengths or dropout"
     if o.BIAS != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
         return "they require a number as bias, and no window but the causal one"
-    if o.SOFTCAP or o.BLOCK_Q:
-        return "they do not support softcap or a BlockMask"
+    if o.SOFTCAP or o.BLOCK_Q or o.NORMALIZE:
+        return "they do not support softcap, normalize or a BlockMask"
     is_half = p.query.dtype in (torch.float16, torch.bfloat16)
     if not is_half or s.d != s.dv or s.d not in tuning.HOPPER_CONFIGS[tuning.FWD]:
         return "they require 16 bits and heads of 64 or 128 for queries, keys and values"

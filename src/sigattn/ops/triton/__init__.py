@@ -26,8 +26,6 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
         size = problem.blocks.size
         if size[0] % _MAX_TILE or size[1] % _MAX_TILE:
             return f"it is for a BlockMask whose block sizes are multiples of {_MAX_TILE}, not {size}"
-    if problem.normalize:
-        return "it does not support normalize"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _MAX_HEAD_DIM and 1 <= v.shape[-1] <= _MAX_HEAD_DIM):
@@ -48,23 +46,22 @@ def _device_unavailable(device: torch.device) -> str | None:
 
 
 def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
-    """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv), and two empty tensors: no weights are saved."""
+    """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv); no weights are saved."""
     from sigattn.ops.triton import launch
 
-    nothing = problem.query.new_empty(0)
-    return Result(launch.forward(problem), nothing, nothing)
+    out, row_sums = launch.forward(problem)
+    return Result(out, out.new_empty(0), row_sums)
 
 
 def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> Result:
-    """Return the output of queries against a cache, (B, N, Hq, Dv), and two empty tensors."""
+    """Return the output of queries against a cache, (B, N, Hq, Dv)."""
     from sigattn.ops.triton import launch_decode
 
-    nothing = problem.query.new_empty(0)
-    return Result(launch_decode.forward(problem), nothing, nothing)
+    return launch_decode.forward(problem)
 
 
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients that are needed."""
     from sigattn.ops.triton import launch
 
-    return launch.backward(problem, grad_out, needs_grad)
+    return launch.backward(problem, grad_out, result, needs_grad)

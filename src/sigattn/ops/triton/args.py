@@ -100,7 +100,7 @@ class Options(NamedTuple):
         MASK: "none", "bool" or "added".
         SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
         SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee" or "tf32".
-        SLOPES, DROPOUT, SOFTCAP: True if the call has them.
+        SLOPES, DROPOUT, SOFTCAP, NORMALIZE: True if the call has them.
         LENGTHS, VARLEN: True if samples have key lengths; if sequences are packed (aligned at their ends).
         HAS_LEFT, HAS_RIGHT: sides of the window that have a limit.
         BLOCK_Q, BLOCK_K: queries and keys of a block of a ``BlockMask``; 0 without one.
@@ -125,6 +125,7 @@ class Options(NamedTuple):
     SLOPES: bool = False
     DROPOUT: bool = False
     SOFTCAP: bool = False
+    NORMALIZE: bool = False
     LENGTHS: bool = False
     VARLEN: bool = False
     HAS_LEFT: bool = False

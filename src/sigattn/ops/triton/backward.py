@@ -30,11 +30,13 @@ from sigattn.ops.triton.tile import (
     load,
     load_bias,
     load_block_mask,
+    load_row_sums,
     load_shift,
     load_slopes,
     mask_of_head,
     query_tile,
     row_hash,
+    row_numbers,
     sample_sizes,
     store,
     tile_bounds,
@@ -48,14 +50,14 @@ from sigattn.ops.triton.tile import (
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
 def bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_key, grad_value,
+    query, key, value, grad_out, row_sums, grad_key, grad_value,
     q_strides, k_strides, v_strides, o_strides, gk_strides, gv_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys of one key head; args.py describes the arguments.
 
-    grad_key, grad_value: None if not needed.
+    grad_key, grad_value: None if not needed. row_sums: as ``tile.load_row_sums`` needs it, with NORMALIZE; else None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -117,8 +119,13 @@ def bwd_dkdv_kernel(
                 if OPT.BLOCK_Q:
                     block_mask = load_block_mask(blocks, state, offs_m[None, :], offs_n[:, None], OPT)
                 own_mask = mask if mask is None else mask_of_head(mask, b, h)
+                row_shift, row_unit = shift, unit
+                if OPT.NORMALIZE:
+                    pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+                    row_shift, row_unit, term = load_row_sums(pointers, shift, offs_m, sizes, OPT)
+                    row_shift, row_unit = row_shift[None, :], row_unit[None, :]
                 p = weights(
-                    logits, scales.z, z_bias, load_slopes(alibi, b, h, OPT), shift, unit, offs_m[None, :],
+                    logits, scales.z, z_bias, load_slopes(alibi, b, h, OPT), row_shift, row_unit, offs_m[None, :],
                     offs_n[:, None], sizes, own_mask, block_mask, phase != 1, OPT,
                 )  # fmt: skip
                 dropped = p
@@ -133,7 +140,9 @@ def bwd_dkdv_kernel(
                     dp = dot(v, tl.trans(do), None, OPT)  # [BLOCK_N, DV] @ [DV, BLOCK_M] -> [BLOCK_N, BLOCK_M]
                     if OPT.DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
-                    ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none")
+                    if OPT.NORMALIZE:
+                        dp -= term[None, :]
+                    ds = logit_gradient(p, dp, row_unit, lower, OPT.SHIFT != "none" or OPT.NORMALIZE)
                     if OPT.SOFTCAP:
                         ds = ds * tanh_slope(logits)
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
@@ -152,7 +161,7 @@ def bwd_dkdv_kernel(
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
 def bwd_dq_kernel(
-    query, key, value, grad_out, grad_query, grad_bias, grad_slopes, grad_mask,
+    query, key, value, grad_out, row_sums, grad_query, grad_bias, grad_slopes, grad_mask,
     q_strides, k_strides, v_strides, o_strides, gq_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
@@ -190,6 +199,10 @@ def bwd_dq_kernel(
     slopes = load_slopes(alibi, b, h, OPT)
     shift, unit = load_shift(bias, sizes.len_k, OPT)
     lower, grad_unit = gradient_shift(shift, OPT)
+    if OPT.NORMALIZE:
+        pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        shift, unit, term = load_row_sums(pointers, shift, offs_m, sizes, OPT)
+        shift, unit = shift[:, None], unit[:, None]
     if OPT.DROPOUT:
         seed = tl.load(seed)
         by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
@@ -221,7 +234,9 @@ def bwd_dq_kernel(
                 dp = dot(do, tl.trans(v), None, OPT)
                 if OPT.DROPOUT:
                     dp = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), dp, 0.0)
-                ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none")
+                if OPT.NORMALIZE:
+                    dp -= term[:, None]
+                ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none" or OPT.NORMALIZE)
                 if grad_query is not None:
                     ds_capped = ds * tanh_slope(logits) if OPT.SOFTCAP else ds
                     acc = dot(

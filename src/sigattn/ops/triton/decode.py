@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import LOG2E
+from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid
 from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
     aligned,
@@ -30,7 +30,7 @@ _UNSPECIALIZED = ["bias_b", "bias_h", "bias_n", "table_b", "n", "pages", "page_s
 
 @triton.jit(do_not_specialize=[*_UNSPECIALIZED, "splits"])
 def decode_kernel(
-    query, key, value, out, q_strides, k_strides, v_strides, o_strides, o_split,
+    query, key, value, out, row_sums, q_strides, k_strides, v_strides, o_strides, o_split,
     seqlens, query_ends, left_padding, block_table, table_b,
     bias, bias_b, bias_h, bias_n, mask, mask_keys, alibi,
     n, kv_heads, pages, page_size, table_width, left, right, splits, scales, OPT: tl.constexpr,
@@ -38,7 +38,8 @@ def decode_kernel(
     """Compute BLOCK_M rows, (query, head of the group), against one part of the keys; args.py describes the arguments.
 
     Strides of key and value are those of (page or sample, head, slot, feature); o_split is that of the parts of the
-    keys. query_ends: position after the last query, if that is not the last key's. mask: of the last mask_keys keys.
+    keys. query_ends: position after the last query, if that is not the last key's. mask: of the last mask_keys keys. row_sums:
+    float32, (parts, B, N, Hq, 2), as in the forward kernel, with NORMALIZE; else None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -92,6 +93,10 @@ def decode_kernel(
     shift, unit = load_shift(bias, 1, OPT)
 
     acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
+    if OPT.NORMALIZE:  # the exponent follows the least z of each row, as the maximum of a softmax
+        least_shift = shift
+        row_shift = tl.full((BLOCK_M,), 1e30, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
     for start_n in tl.range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         valid = (offs_n >= begin) & (offs_n < stop)
@@ -118,11 +123,31 @@ def decode_kernel(
                 entries = entries.to(tl.float32)
                 z_term = z_bias - entries * LOG2E
         p = weights(
-            logits, scales.z, z_term, slopes, shift, unit, i[:, None], offs_n[None, :], sizes, None, None, True, OPT
-        )
+            logits, scales.z, z_term, slopes, shift, unit, i[:, None], offs_n[None, :], sizes, None, None, True, OPT,
+            OPT.NORMALIZE,
+        )  # fmt: skip
+        none: tl.constexpr = float("inf") if OPT.NORMALIZE else 0.0
         if mask is not None:
-            p = tl.where(entries != 0 if OPT.MASK == "bool" else entries != float("-inf"), p, 0.0)
+            p = tl.where(entries != 0 if OPT.MASK == "bool" else entries != float("-inf"), p, none)
+        if OPT.NORMALIZE:
+            z = tl.where(valid[None, :], p, none)
+            is_hidden = z == none
+            new_shift = tl.maximum(tl.minimum(row_shift, tl.min(z, 1)), least_shift)
+            rescale = tl.exp2(new_shift - row_shift)
+            row_shift = new_shift
+            KIND: tl.constexpr = OPT.SIGMOID
+            p = sigmoid(z, tl.exp2(-row_shift)[:, None], row_shift[:, None], KIND, True)
+            p = tl.where(is_hidden, 0.0, p)
+            acc *= rescale[:, None]
+            total = total * rescale + tl.sum(p, 1)
         acc = dot(cast(p, v.dtype), v, acc, OPT)  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV]; where not valid, v = 0
+    if OPT.NORMALIZE:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        unit = 1.0
+        batch = tl.num_programs(0) // row_tiles // kv_heads
+        row = ((split.to(tl.int64) * batch + b) * n + i) * kv_heads * OPT.GROUP + h
+        tl.store(row_sums + 2 * row, total, mask=row_exists)
+        tl.store(row_sums + 2 * row + 1, tl.where(total == 0.0, 0.0, row_shift * LN2), mask=row_exists)
     pointers = out + split.to(tl.int64) * o_split + b * o_strides.b
     pointers = pointers + i64[:, None] * o_strides.n + h64[:, None] * o_strides.h + offs_dv * o_strides.d
     tl.store(

@@ -1,7 +1,8 @@
 """Forward kernel: a program holds a tile of queries, walks the keys that they see, and adds P V.
 
 Only the sum is carried from tile to tile: no running maximum, no rescaling, no division at the end (Sect. 4 and App. F
-of the paper). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
+of the paper). With NORMALIZE the sum of the weights is carried too, and divides at the end; where it vanishes, the keys
+are walked again for the least z of each row, and once more with that as shift (activation.py). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.triton.activation import LN2
 from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
     aligned,
@@ -26,6 +28,7 @@ from sigattn.ops.triton.tile import (
     mask_of_head,
     query_tile,
     row_hash,
+    row_numbers,
     store,
     tile_bounds,
     tile_width,
@@ -34,17 +37,61 @@ from sigattn.ops.triton.tile import (
 )
 
 
+@triton.jit
+def walk_keys(
+    q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift, unit,
+    by_row, seed, threshold, sizes, scales, ONLY_Z: tl.constexpr, OPT: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of P V over the keys, [BLOCK_M, DV], and with NORMALIZE that of P, [BLOCK_M].
+
+    With ONLY_Z return zeros, and the least z of each row, +inf if it sees no key.
+    """
+    BLOCK_M: tl.constexpr = OPT.BLOCK_M
+    BLOCK_N: tl.constexpr = OPT.BLOCK_N
+    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)
+    total = tl.full((BLOCK_M,), float("inf") if ONLY_Z else 0.0, tl.float32)
+    for phase in tl.static_range(0 if OPT.HAS_LEFT else 1, 3):  # at an edge of the window, inside, at the other edge
+        for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
+            state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
+            if not OPT.BLOCK_Q or state != 0:
+                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
+                if not ONLY_Z:
+                    v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
+                offs_n = start_n + tl.arange(0, BLOCK_N)
+                # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
+                logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
+                block_mask = None
+                if OPT.BLOCK_Q:
+                    block_mask = load_block_mask(blocks, state, offs_m[:, None], offs_n[None, :], OPT)
+                p = weights(
+                    logits, scales.z, z_bias, slopes, shift, unit, offs_m[:, None], offs_n[None, :], sizes, mask,
+                    block_mask, phase != 1, OPT, ONLY_Z,
+                )  # fmt: skip
+                if ONLY_Z:
+                    total = tl.minimum(total, tl.min(p, 1))
+                else:
+                    if OPT.NORMALIZE:
+                        total += tl.sum(p, 1)
+                    if OPT.DROPOUT:
+                        p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
+                    # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
+                    acc = dot(cast(p, v.dtype), v, acc, OPT)
+    return acc, total
+
+
 @triton.jit(
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
 def fwd_kernel(
-    query, key, value, out, q_strides, k_strides, v_strides, o_strides,
+    query, key, value, out, row_sums, q_strides, k_strides, v_strides, o_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M queries of one head of the output; args.py describes the arguments."""
+    """Compute BLOCK_M queries of one head of the output; args.py describes the arguments.
+
+    row_sums: float32, the sum of each row's weights times 2^shift, and shift · ln 2, with NORMALIZE; else None.
+    """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
-    BLOCK_N: tl.constexpr = OPT.BLOCK_N
     q_strides = aligned(q_strides, OPT)
     k_strides = aligned(k_strides, OPT)
     v_strides = aligned(v_strides, OPT)
@@ -69,32 +116,39 @@ def fwd_kernel(
         z_bias = z_bias[:, None]
     slopes = load_slopes(alibi, b, h, OPT)
     shift, unit = load_shift(bias, sizes.len_k, OPT)
+    by_row = 0
     if OPT.DROPOUT:
         seed = tl.load(seed)
         by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
     first = sizes.query_offset + start_m
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
-    bounds = tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
+    bounds = tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
-    for phase in tl.static_range(0 if OPT.HAS_LEFT else 1, 3):  # at an edge of the window, inside, at the other edge
-        for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
-            state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
-            if not OPT.BLOCK_Q or state != 0:
-                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
-                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
-                offs_n = start_n + tl.arange(0, BLOCK_N)
-                # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-                logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
-                block_mask = None
-                if OPT.BLOCK_Q:
-                    block_mask = load_block_mask(blocks, state, offs_m[:, None], offs_n[None, :], OPT)
-                p = weights(
-                    logits, scales.z, z_bias, slopes, shift, unit, offs_m[:, None], offs_n[None, :], sizes, mask,
-                    block_mask, phase != 1, OPT,
-                )  # fmt: skip
-                if OPT.DROPOUT:
-                    p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
-                # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
-                acc = dot(cast(p, v.dtype), v, acc, OPT)
+    acc, total = walk_keys(
+        q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift,
+        unit, by_row, seed, threshold, sizes, scales, False, OPT,
+    )  # fmt: skip
+    if OPT.NORMALIZE:
+        # Of a row whose weights underflow, with twice the sum of what rounding to float16 or float32 may lose
+        if OPT.SHIFT == "none":
+            is_small = total < 2.0**-80
+        else:
+            is_small = total < sizes.len_k * 2.0**-14
+        is_small = is_small & (offs_m < sizes.len_q)
+        row_shift = shift + tl.zeros((BLOCK_M,), tl.float32)
+        if tl.max(is_small.to(tl.int32), 0) > 0:
+            _, least = walk_keys(
+                q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
+                shift, unit, by_row, seed, threshold, sizes, scales, True, OPT,
+            )  # fmt: skip
+            row_shift = tl.where(is_small & (least < float("inf")), tl.maximum(least, row_shift), row_shift)
+            acc, total = walk_keys(
+                q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
+                row_shift[:, None], tl.exp2(-row_shift)[:, None], by_row, seed, threshold, sizes, scales, False, OPT,
+            )  # fmt: skip
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        unit = 1.0
+        pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        tl.store(pointers, total, mask=offs_m < sizes.len_q)
+        tl.store(pointers + 1, row_shift * LN2, mask=offs_m < sizes.len_q)
     store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)

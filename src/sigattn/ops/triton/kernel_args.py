@@ -158,6 +158,7 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem) -> Options:
         MASK="none" if p.attn_mask is None else "bool" if p.attn_mask.dtype is torch.bool else "added",
         SLOPES=p.alibi_slopes is not None,
         SOFTCAP=bool(p.softcap),
+        NORMALIZE=p.normalize,
         HAS_LEFT=p.left != UNLIMITED,
         HAS_RIGHT=p.right != UNLIMITED,
         SIGMOID=sigmoid_form(p),
@@ -197,7 +198,7 @@ def unit(*tensors: Tensor) -> int:
 
 def sigmoid_form(p: Problem | VarlenProblem | KVCacheProblem) -> str:
     """Return the form of σ (activation.py) that a problem requires; "accurate" stands for "paired" too."""
-    if p.fast and not INTERPRETED and torch.version.hip is None:
+    if p.fast and not p.normalize and not INTERPRETED and torch.version.hip is None:
         return "fast"
     return "exact" if p.query.dtype is torch.float32 else "accurate"
 

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
@@ -34,7 +35,9 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
 
     def run(config: Config) -> launch_cache.Launched:
         tiled_options = options._replace(
-            SIGMOID=kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
+            SIGMOID=options.SIGMOID
+            if options.NORMALIZE
+            else kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             UNIT=unit,
@@ -51,20 +54,24 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         launch.launches.append(fitting.launch_fitting(kernel.__name__, kind, config, run))
 
 
-def forward(problem: Problem | VarlenProblem) -> Tensor:
-    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
+def forward(problem: Problem | VarlenProblem) -> tuple[Tensor, Tensor]:
+    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0.
+
+    With it comes what ``normalization.new_row_sums`` describes, an empty tensor without ``normalize``.
+    """
     key = launch_cache.cache_key(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
     if (cached := launch_cache.lookup((tuning.FWD, key))) is not None:
-        return cached(inputs)["out"]
+        return cached(inputs)["out"], problem.query.new_empty(0)
     launch = kernel_args.prepare(problem)
-    out = _forward(launch)
+    row_sums = new_row_sums(problem.query, problem.normalize)
+    out = _forward(launch, row_sums)
     if key is not None:
         launch_cache.store((tuning.FWD, key), launch.launches, inputs, {"out": out})
-    return out
+    return out, row_sums
 
 
-def _forward(launch: Launch) -> Tensor:
+def _forward(launch: Launch, row_sums: Tensor) -> Tensor:
     p, s = launch.problem, launch.shape
     out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
@@ -77,12 +84,15 @@ def _forward(launch: Launch) -> Tensor:
         tuning.FWD,
         lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
         out=out,
+        row_sums=row_sums.zero_() if p.normalize else None,
         o_strides=s.strides(out),
     )
     return out
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def backward(
+    problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
+) -> Gradients:
     """Return the gradients that are needed."""
     key = launch_cache.cache_key(problem, grad_out) if not any(needs_grad[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
@@ -90,12 +100,21 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
         new = cached(inputs)
         return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
     launch = kernel_args.prepare(problem)
+    launch.arguments["row_sums"] = _row_numbers(problem, grad_out, result) if problem.normalize else None
     gradients = _backward(launch, limit_strides(grad_out), needs_grad)
     if key is not None:
         outputs = {"grad_query": gradients.query, "grad_key": gradients.key, "grad_value": gradients.value}
         if launch.launches:
             launch_cache.store((needs_grad, key), launch.launches, inputs, outputs)
     return gradients
+
+
+def _row_numbers(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result) -> Tensor:
+    """Return log₂ of each row's sum of weights, and what is subtracted from its dP before dropout's factor."""
+    sums, lifts = result.row_sums.unbind(-1)
+    logs = torch.where(sums == 0, 0, (sums.log() - lifts) * kernel_args.LOG2E)
+    terms = (grad_out.to(sums.dtype) * result.out).sum(-1) / problem.keep_scale
+    return torch.stack([logs, terms], -1)
 
 
 def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:

@@ -113,7 +113,7 @@ def cache_key(problem: Problem | VarlenProblem, *others: Tensor) -> Hashable:
     others: tensors besides Q, K and V.
     """
     p = problem
-    if isinstance(p, VarlenProblem) or (p.bias is not None and p.bias.dim()):
+    if isinstance(p, VarlenProblem) or p.normalize or (p.bias is not None and p.bias.dim()):
         return None
     if any(x is not None for x in (p.attn_mask, p.alibi_slopes, p.key_lengths, p.mask_table, p.seed)):
         return None

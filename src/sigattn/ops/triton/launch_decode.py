@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sigattn.ops.gradients import Result
+from sigattn.ops.normalization import add_parts, new_row_sums
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tuning
 from sigattn.ops.triton.args import Bias, Strides
@@ -17,13 +19,13 @@ _MAX_GRID_Y = 65535
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter splits keys as well
 
 
-def forward(problem: KVCacheProblem) -> Tensor:
-    """Return the output, (B, N, Hq, Dv)."""
+def forward(problem: KVCacheProblem) -> Result:
+    """Return the output, (B, N, Hq, Dv), and with ``normalize`` the sums of rows."""
     p = problem._replace(query=kernel_args.limit_strides(problem.query))
     (batch, n, heads, d), (kv_heads, dv) = p.query.shape, p.value.shape[2:]
     out = p.query.new_empty(batch, n, heads, dv)
     if not out.numel():
-        return out
+        return Result(out, out.new_empty(0), new_row_sums(p.query, p.normalize))
     call_arguments = arguments(p)
     config = tuning.decode_config(max(d, dv), p.query.element_size(), n * (heads // kv_heads))
     options, device = call_arguments["OPT"], p.query.device
@@ -34,15 +36,17 @@ def forward(problem: KVCacheProblem) -> Tensor:
     return fitting.launch_fitting(decode_kernel.__name__, kind, config, lambda c: _run(p, call_arguments, out, c))
 
 
-def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config: tuning.Config) -> Tensor:
-    """Launch the kernel and return the output, which is ``out`` unless the keys were split."""
+def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config: tuning.Config) -> Result:
+    """Launch the kernel and return the result, whose output is ``out`` unless the keys were split."""
     batch, n, heads, _ = p.query.shape
     kv_heads = p.value.shape[2]
     programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
     splits = min(p.num_splits or _splits(p, programs), _MAX_GRID_Y, max(1, -(-_keys(p) // config.block_n)))
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
+    sums = out.new_empty(*parts.shape[:-1], 2, dtype=torch.float32) if p.normalize else None
     launch_arguments = {
         "out": parts,
+        "row_sums": sums,
         "o_strides": _strides(parts[0]),
         "o_split": parts.stride(0),
         "splits": splits,
@@ -50,7 +54,14 @@ def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config:
     }
     settings = {"num_warps": config.warps, "num_stages": config.stages}
     launch_cache.launch(decode_kernel, (programs, splits), p.query.device, settings, call_arguments | launch_arguments)
-    return parts.sum(0).to(out.dtype) if splits > 1 else out
+    nothing = out.new_empty(0)
+    if sums is None:
+        return Result(parts.sum(0).to(out.dtype) if splits > 1 else out, nothing, nothing)
+    if splits == 1:
+        return Result(out, nothing, sums[0])
+    result = Result(out, nothing, torch.empty_like(sums[0]))
+    add_parts([Result(part, nothing, s) for part, s in zip(parts, sums, strict=True)], result)
+    return result
 
 
 def _keys(p: KVCacheProblem) -> int:

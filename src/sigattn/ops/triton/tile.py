@@ -252,12 +252,12 @@ def load_block_mask(blocks, state, rows, columns, OPT: tl.constexpr):
 
 
 @triton.jit
-def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr):
-    """Return p with zeros where key position j lies outside the window of query position i."""
+def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr, outside: tl.constexpr = 0.0):
+    """Return p with another number where key position j lies outside the window of query position i."""
     if OPT.HAS_LEFT:
-        p = tl.where(j >= i - sizes.left, p, 0.0)
+        p = tl.where(j >= i - sizes.left, p, outside)
     if OPT.HAS_RIGHT:
-        p = tl.where(j <= i + sizes.right, p, 0.0)
+        p = tl.where(j <= i + sizes.right, p, outside)
     return p
 
 
@@ -275,9 +275,9 @@ def apply_softcap(logits, scales, OPT: tl.constexpr):
 @triton.jit
 def weights(
     logits, z_scale, z_bias, slopes, shift, unit, rows, columns, sizes, mask, block_mask,
-    EDGE: tl.constexpr, OPT: tl.constexpr,
+    EDGE: tl.constexpr, OPT: tl.constexpr, ONLY_Z: tl.constexpr = False,
 ):  # fmt: skip
-    """Return P of a tile, before dropout.
+    """Return P of a tile, before dropout; with ONLY_Z instead z, +inf where P is 0 because a key is hidden.
 
     logits: Q Kᵀ, with the soft cap applied. z_scale, z_bias: its factor and the bias as terms of z (activation.py).
     slopes: of ALiBi, before and after. rows, columns: indices of queries and keys. mask: attn_mask of the head, or
@@ -312,14 +312,36 @@ def weights(
             z = tl.where(seen, z, 0.0)
         if EDGE:
             z = apply_window_mask(z, i, columns, sizes, OPT)
-    p = sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none")
+    none: tl.constexpr = float("inf") if ONLY_Z else 0.0
+    p = z if ONLY_Z else sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none" or OPT.NORMALIZE)
     if mask is not None:
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(seen, p, none)
     if EDGE:
-        p = apply_window_mask(p, i, columns, sizes, OPT)
+        p = apply_window_mask(p, i, columns, sizes, OPT, none)
+        if OPT.NORMALIZE:  # else it is enough that the values of keys beyond the last are 0
+            p = tl.where(columns < sizes.len_k, p, none)
     if block_mask is not None:
-        p = tl.where(block_mask, p, 0.0)
+        p = tl.where(block_mask, p, none)
     return p
+
+
+@triton.jit
+def row_numbers(row_sums, b, h, q_start, rows, len_q, heads, OPT: tl.constexpr):
+    """Return the addresses of the two numbers of each row that a pass with NORMALIZE keeps: (B, Hq, N, 2) or packed."""
+    row = (q_start + rows).to(tl.int64) * heads + h if OPT.VARLEN else (b * heads + h) * len_q + rows
+    return row_sums + 2 * row
+
+
+@triton.jit
+def load_row_sums(row_sums, shift, rows, sizes, OPT: tl.constexpr):
+    """Return for the backward pass with NORMALIZE what the kernels use as shift and unit of a row, and its term of dP.
+
+    With them ``weights`` returns W · 2^shift: W = P / t = 1 / (t + 2^(z + log₂ t)), where t is the sum of the row.
+    row_sums: addresses of log₂ t and of the term, of each row.
+    """
+    log_sum = tl.load(row_sums, mask=rows < sizes.len_q, other=0.0)
+    term = tl.load(row_sums + 1, mask=rows < sizes.len_q, other=0.0)
+    return shift - log_sum, tl.exp2(log_sum - shift), term
 
 
 # -- dropout: the same numbers as ops/dropout.py ----------------------------------------------------------------------
