@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from sigattn import flash, set_sigmoid_precision
 from sigattn.ops.varlen import VARLEN
@@ -27,7 +28,7 @@ fuzz = settings(
 )
 
 
-def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0, mask=None):
+def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0, mask=None, normalize=False):
     """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv), slopes (Hq,) or None, bias (Hq,) or a number → (N, Hq, Dv)."""
     n, m = len(q), len(k)
     i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
@@ -50,7 +51,12 @@ def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.
     if mask is not None:  # broadcastable to (Hq, N, M)
         visible = visible & (mask if mask.dtype is torch.bool else mask != -torch.inf)
         s = s if mask.dtype is torch.bool else s + torch.where(mask == -torch.inf, 0, mask.to(dtype))
-    p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
+    if normalize:
+        hidden = torch.where(visible.any(-1, keepdim=True), -torch.inf, 0)
+        p = torch.where(visible, F.logsigmoid(s), hidden).softmax(-1)
+        p = torch.where(visible, p, 0).to(dtype)
+    else:
+        p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
     return (p @ v)[0].transpose(0, 1)
 
 
@@ -72,11 +78,12 @@ def packed_cases(draw):
         "causal": draw(st.booleans()),
         "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
         "slopes": draw(st.sampled_from([None, "head", "sample"])),
-        "bias": draw(st.sampled_from([None, -2.0, "number", "sequence", "head", "both"])),
+        "bias": draw(st.sampled_from([None, -2.0, -150.0, "number", "sequence", "head", "both"])),
         "scale": draw(st.sampled_from([None, 0.3])),
         "softcap": draw(st.sampled_from([0.0, 0.7, 15.0])),
         "mask": draw(st.sampled_from([None, None, "bool", "float", "-inf"])),
         "mask of": draw(st.tuples(*[st.booleans()] * 4)),
+        "normalize": draw(st.booleans()),
         "beyond": draw(st.sampled_from([0, 3])),
         "seed": draw(st.integers(0, 1 << 30)),
     }
@@ -155,6 +162,7 @@ def by_formula(case, leaves, starts, dtype):
                 case["scale"],
                 case["softcap"],
                 mask_of(leaves.get("mask"), s, lengths_q[s], lengths_k[s]),
+                case["normalize"],
             )
         )
     out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
@@ -194,16 +202,19 @@ def test_packed_sequences_match_the_formula(backend, way, case):
             sigmoid_bias=there.get("bias", case["bias"]),
             backend=backend,
             attn_mask=there.get("mask"),
+            normalize=case["normalize"],
         ).cpu()
         ours = gradients(out, leaves)
     size = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
-    assert_as_good_as_formula(out, truth, same.to(out.dtype), 4 * size, "output")
+    logits = 150 if case["bias"] == -150 else 1  # with which their rounding errors scale
+    assert_as_good_as_formula(out, truth, same.to(out.dtype), 4 * size * logits, "output")
     if truth.requires_grad and truth.numel():
         expected, in_dtype = gradients(truth, leaves), gradients(same, leaves)
         for name, g in ours.items():
             rows = max(*case["lengths"][0], *case["lengths"][1], 1)
             largest = expected[name].abs().max().item() if g.numel() else 0.0
             most = 4 * max(1.0, largest, rows**0.5) * (8 if g.dim() < 3 else 1)
+            most *= case["dv"] * logits if case["normalize"] else 1  # dS is a difference of sums over features of V
             assert_as_good_as_formula(g, expected[name].double(), in_dtype[name], most, name, case["dtype"])
     if case["beyond"]:
         assert not out[-case["beyond"] :].any()

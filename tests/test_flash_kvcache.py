@@ -56,9 +56,10 @@ def cases(draw):
         "causal": draw(st.booleans()),
         "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
         "slopes": draw(st.sampled_from([None, "head", "sample"])),
-        "bias": draw(st.sampled_from([-3.0, 0.0, "number", "sample", "head", "both", "query"])),
+        "bias": draw(st.sampled_from([-3.0, 0.0, -150.0, "number", "sample", "head", "both", "query"])),
         "scale": draw(st.sampled_from([None, 0.3])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 0.7, 15.0])),
+        "normalize": draw(st.booleans()),
         "rotary": draw(st.sampled_from([None, "interleaved", "halves"])) if new else None,
         "layout": draw(st.sampled_from(["length first", "heads first"])),
         "splits": draw(st.sampled_from([0, 1, 3])),
@@ -170,6 +171,7 @@ class Call:
             sigmoid_bias=self.bias,
             backend=backend,
             attn_mask=self.mask,
+            normalize=case["normalize"],
             **where,
         )
 
@@ -219,7 +221,7 @@ class Call:
             slopes = self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[b]
             bias = self.bias_of(b)
             options = (dtype, case["causal"], case["window"], slopes)
-            rest = (case["scale"], case["softcap"], self.mask_of(b, total - first))
+            rest = (case["scale"], case["softcap"], self.mask_of(b, total - first), case["normalize"])
             if isinstance(bias, torch.Tensor) and bias.dim() == 2:  # one for each query
                 rows = [one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), *rest)[i] for i in range(case["n"])]
                 outs.append(torch.stack(rows))
@@ -266,12 +268,13 @@ def test_long_caches(backend, dtype, layout, heads, keys):
     g = torch.Generator().manual_seed(0)
     device = device_of(backend)
     d = 16 if backend == "triton" else 64  # of which "blocked" takes 4,096 or 8,192 keys at a time
-    for slopes in (None, torch.tensor([0.01, 0.02, 0.03, 0.04][:hq])):
+    for slopes, normalize in ((None, False), (torch.tensor([0.01, 0.02, 0.03, 0.04][:hq]), False), (None, True)):
         q = torch.randn(2, 1, hq, d, generator=g).to(dtype)
         k, v = (torch.randn(2, keys, hkv, d, generator=g).to(dtype) for _ in range(2))
         if layout == "heads first":
             k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
-        options = {"causal": True, "sigmoid_bias": -math.log(keys)}
+        bias = -math.log(keys) - 200 * normalize  # far below what float32 holds
+        options = {"causal": True, "sigmoid_bias": bias, "normalize": normalize}
         lengths = torch.tensor([keys, keys - 900], dtype=torch.int32)
         out = flash_attn_with_kvcache(
             *(t.to(device) for t in (q, k, v)),
@@ -283,7 +286,8 @@ def test_long_caches(backend, dtype, layout, heads, keys):
         for b, n in enumerate(lengths.tolist()):
             parts = (q[b], k[b, :n], v[b, :n])
             truth, rough = (
-                one_sequence(*parts, t, True, (-1, -1), slopes, -math.log(keys), None) for t in (torch.float64, dtype)
+                one_sequence(*parts, t, True, (-1, -1), slopes, bias, None, normalize=normalize)
+                for t in (torch.float64, dtype)
             )
             assert_as_good_as_formula(out[b], truth, rough, 1.0)
 

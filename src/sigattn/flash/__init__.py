@@ -5,7 +5,7 @@ are σ(softmax_scale · Q Kᵀ + sigmoid_bias) instead of a softmax. Layouts are
 head_dim) and packed (total, heads, head_dim). So is the alignment of causal masks, windows and ALiBi: the last query is
 aligned with the last key. As in flash-attn, several query heads may share a key/value head.
 
-Every function has four more arguments, after those of flash-attn:
+Every function has five more arguments, after those of flash-attn:
 
 - ``sigmoid_bias``: b. None is the paper's rule, -log n, where n is the number of keys of the sample or sequence (App.
   E); else a number, or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
@@ -14,6 +14,7 @@ Every function has four more arguments, after those of flash-attn:
 - ``sigmoid_precision``: "accurate" or "fast"; None for the setting of ``sigattn.set_sigmoid_precision``.
 - ``backend``: as in ``sigattn.sigmoid_attention``; None selects the fastest that supports the call.
 - ``attn_mask``: a mask, bool or added to the logits, of the shape that each function documents; None for none.
+- ``normalize``: True divides the weights of each row by their sum, as in ``sigattn.sigmoid_attention``.
 
 ``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``.
 

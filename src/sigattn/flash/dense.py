@@ -28,6 +28,7 @@ def flash_attn_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute sigmoid attention of a batch of sequences of one length.
 
@@ -44,7 +45,7 @@ def flash_attn_func(
         alibi_slopes: (Hq,) or (B, Hq): ``slope · |i + M - N - j|`` is subtracted from the logits. With gradient.
         deterministic: True for a backward pass that repeats bitwise, as with ``torch.use_deterministic_algorithms``.
         return_attn_probs: must be False.
-        sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
+        sigmoid_bias, sigmoid_precision, backend, normalize: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to
             (B, Hq, N, M), or a ``BlockMask`` of FlexAttention. It combines with causal and window_size.
 
@@ -64,7 +65,7 @@ def flash_attn_func(
     (batch, n, heads, _), m = q.shape, k.shape[1]
     options = flash_validation.options(
         _NAME, q, batch, DENSE.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sigmoid_bias, sigmoid_precision, backend,
+        deterministic, sigmoid_bias, sigmoid_precision, backend, normalize,
     )  # fmt: skip
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     blocks = None
@@ -91,12 +92,13 @@ def flash_attn_qkvpacked_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
     q, k, v = flash_validation.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask, normalize,
     )  # fmt: skip
 
 
@@ -115,10 +117,11 @@ def flash_attn_kvpacked_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask, normalize,
     )  # fmt: skip

@@ -37,6 +37,7 @@ def flash_attn_with_kvcache(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Append new keys and values to a cache, in place, and compute sigmoid attention of new queries against the cache.
 
@@ -68,7 +69,7 @@ def flash_attn_with_kvcache(
         sigmoid_bias: b, required: a number, or a floating-point tensor: 0-d, (B,), (B or 1, Hq or 1), or (B or 1, Hq or
             1, N or 1) with one for each query. Pass the bias of the training, such as -log of the training length.
             There is no default, because -log n would change from token to token as the cache grows.
-        sigmoid_precision, backend: see ``sigattn.flash``.
+        sigmoid_precision, backend, normalize: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits), (B or 1, Hq or 1, N or 1, K) or the
             last dimensions of that. It applies to the last K keys of each sample, new keys included; the keys before
             them are not masked. With K = N_new it masks only the new keys, as a tree of draft tokens needs; with K =
@@ -101,7 +102,7 @@ def flash_attn_with_kvcache(
     batch, n, heads, _ = q.shape
     options = flash_validation.options(
         _NAME, q, batch, KV_CACHE.backends, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False,
-        sigmoid_bias, sigmoid_precision, backend, queries=n,
+        sigmoid_bias, sigmoid_precision, backend, normalize, queries=n,
     )  # fmt: skip
     num_splits = validation.count(_NAME, "num_splits", num_splits)
     if attn_mask is not None:

@@ -28,6 +28,7 @@ def options(
     sigmoid_bias: Any,
     sigmoid_precision: str | None,
     backend: Any,
+    normalize: Any,
     queries: int | None = None,
 ) -> dict[str, Any]:
     """Return the options of a call as arguments of ``ops.problem.make_problem``; raise unless they fit q.
@@ -39,6 +40,7 @@ def options(
     )
     validation.flag(caller, "causal", causal)
     validation.flag(caller, "deterministic", deterministic)
+    validation.flag(caller, "normalize", normalize)
     validation.choice(caller, "backend", backend, tuple(backends))
     if alibi_slopes is not None:
         validation.slopes(caller, alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
@@ -54,6 +56,7 @@ def options(
         "deterministic": deterministic,
         "bias": None if sigmoid_bias is None else operator_bias(sigmoid_bias),
         "precision": sigmoid_precision,
+        "normalize": normalize,
     }
 
 

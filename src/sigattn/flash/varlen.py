@@ -37,6 +37,7 @@ def flash_attn_varlen_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute sigmoid attention of B sequences of different lengths, concatenated without padding.
 
@@ -56,7 +57,7 @@ def flash_attn_varlen_func(
             which suits prefill; for decoding see ``flash_attn_with_kvcache``. With gradient.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
-        sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
+        sigmoid_bias, sigmoid_precision, backend, normalize: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
             max_seqlen_q, max_seqlen_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from the
             sequence's first. It combines with causal and window_size. A tree of draft tokens, for example, is a mask
@@ -83,7 +84,7 @@ def flash_attn_varlen_func(
     batch = cu_seqlens_q.shape[0] - 1
     options = flash_validation.options(
         _NAME, q, batch, VARLEN.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sigmoid_bias, sigmoid_precision, backend,
+        deterministic, sigmoid_bias, sigmoid_precision, backend, normalize,
     )  # fmt: skip
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
@@ -111,12 +112,14 @@ def flash_attn_varlen_qkvpacked_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
     q, k, v = flash_validation.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        normalize,
     )  # fmt: skip
 
 
@@ -139,13 +142,14 @@ def flash_attn_varlen_kvpacked_func(
     sigmoid_precision: str | None = None,
     backend: str | None = None,
     attn_mask: Tensor | None = None,
+    normalize: bool = False,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
-        attn_mask,
+        attn_mask, normalize,
     )  # fmt: skip
 
 

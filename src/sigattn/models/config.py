@@ -74,6 +74,7 @@ class TransformerConfig(ModelConfig):
         attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible",
             "log_alibi" (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias
             otherwise.
+        normalize: True to divide the sigmoid's weights by the sum of each row.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
             "head" (one per head; two with "log_visible" and "log_alibi"), "query" (added to Q) or, with "log_visible"
             and "log_alibi", "quadratic" (``QuadraticBias``, of models converted from softmax, and for small ones).
@@ -101,6 +102,7 @@ class TransformerConfig(ModelConfig):
     mlp_dim: int | None = None
     activation: Activation = "sigmoid"
     attention_bias: float | Rule | None = None
+    normalize: bool = False
     learn_bias: Learn = "no"
     temperature: float | None = None
     length_power: float = 0.0
@@ -126,7 +128,7 @@ class TransformerConfig(ModelConfig):
             check_finite(self, "attention_bias")
         check_not_negative(self, "init_values")
         check_probability(self, "dropout", "drop_path")
-        check_bool(self, "use_bias")
+        check_bool(self, "use_bias", "normalize")
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -224,6 +226,7 @@ class TransformerConfig(ModelConfig):
             self.num_heads,
             activation=self.activation,
             attention_bias=self.make_attention_bias(max_seq_len),
+            normalize=self.normalize,
             num_kv_heads=self.num_kv_heads,
             qk_norm=self.qk_norm,
             position=position,
@@ -255,11 +258,12 @@ class TransformerConfig(ModelConfig):
 
     @property
     def bounds_output(self) -> bool:
-        """True if a negative bias, a norm after the attention or n^(-α) bounds the attention's output."""
+        """True if a negative bias, ``normalize``, a norm after the attention or n^(-α) bounds the attention's output."""
         bias = self.DEFAULT_BIAS if self.attention_bias is None else self.attention_bias
         negative = isinstance(bias, str) or bias < 0
         return (
             negative
+            or self.normalize
             or bool(self.length_power)
             or self.output_norm != "none"
             or self.norm_placement.startswith("hybrid")

@@ -38,6 +38,7 @@ class Attention(nn.Module):
             attention weights.
         attention_bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for
             "softmax" and "performer", optional for the others.
+        normalize: True to divide the sigmoid's weights by the sum of each row, as softmax does.
         num_kv_heads: number of key and value heads, a divisor of num_heads; None for num_heads.
         qk_norm: norm of each head of Q and of K, before the position encoding: "rms", "layer" (both with a learned
             scale) or "none".
@@ -94,6 +95,7 @@ class Attention(nn.Module):
         *,
         activation: Activation,
         attention_bias: AttentionBias | float | None,
+        normalize: bool = False,
         num_kv_heads: int | None = None,
         qk_norm: Norm = "rms",
         position: RotaryEmbedding | Alibi | None = None,
@@ -114,6 +116,7 @@ class Attention(nn.Module):
         check_finite({"temperature": temperature, "length_power": length_power})
         check_probability({"dropout": dropout})
         check_bool({"causal": causal is None or causal, "output_norm_affine": output_norm_affine, "use_bias": use_bias})
+        check_bool({"normalize": normalize})
         _, _, window, _ = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
@@ -122,7 +125,7 @@ class Attention(nn.Module):
         self.activation, self.window, self.dropout = activation, window, dropout
         self._is_causal_by_default = causal is None
         self.causal = kv_embed_dim is None if causal is None else causal
-        self.length_power = length_power
+        self.length_power, self.normalize = length_power, normalize
         self.attention_bias: AttentionBias | None = (
             None if attention_bias is None else as_bias("attention_bias", attention_bias)
         )
@@ -150,6 +153,7 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
         names = ["num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout"]
+        names += ["normalize"] if self.normalize else []
         names += [] if self.temperature is None else ["initial_temperature"]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
@@ -188,6 +192,8 @@ class Attention(nn.Module):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
         if name == "sigmoid" and self.attention_bias is None:
             raise ValueError("activation='sigmoid' needs a bias (0.0 for none), got attention_bias=None")
+        if name != "sigmoid" and self.normalize:
+            raise ValueError(f"normalize=True needs activation='sigmoid', got activation={name!r}")
         if name in ("softmax", "performer") and (self.attention_bias is not None or self.length_power):
             raise ValueError(
                 f"activation={name!r} is normalised and takes only attention_bias=None and length_power=0, got "
@@ -278,6 +284,10 @@ class Attention(nn.Module):
             )
         if cache is not None and cache.left_padding is not None and key_lengths is not None:
             raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
+        if self.sequence_shard is not None and self.normalize:
+            raise ValueError(
+                "context parallelism does not support normalize=True: it adds outputs of parts of the keys"
+            )
         whole_rows = kv_input is None and key_lengths is None and cache is None
         if self.sequence_shard is not None and (
             not whole_rows or documents is not None or self.activation != "sigmoid" or (self.dropout and self.training)
@@ -343,6 +353,7 @@ class Attention(nn.Module):
             query_offset=query_offset,
             documents=documents,
             left_padding=None if cache is None else cache.left_padding,
+            normalize=self.normalize,
         )
 
     def evaluate_bias(self, rule: AttentionBias | None, query: Tensor, num_keys: int, spec: MaskSpec) -> float | Tensor:

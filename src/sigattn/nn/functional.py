@@ -40,6 +40,7 @@ class MaskSpec(NamedTuple):
         dropout: probability of dropping a weight; 0 when not training.
         query_offset: position of the first query among the keys, when earlier keys come from a cache.
         documents: documents that attention stays within; or None. They need causal, no cache and no padding.
+        normalize: True to divide the weights of each row by their sum; for "sigmoid" only.
         left_padding: (B,), position of each sample's first key, when a cache holds prompts padded on the left; or None.
     """
 
@@ -52,6 +53,7 @@ class MaskSpec(NamedTuple):
     query_offset: int = 0
     documents: Documents | None = None
     left_padding: Tensor | None = None
+    normalize: bool = False
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -60,7 +62,13 @@ class MaskSpec(NamedTuple):
 
     def operator_options(self) -> dict[str, Any]:
         """Return the options that all operators share."""
-        return {"is_causal": self.causal, "bias": self.bias, "window": self.window, "alibi_slopes": self.alibi_slopes}
+        return {
+            "is_causal": self.causal,
+            "bias": self.bias,
+            "window": self.window,
+            "alibi_slopes": self.alibi_slopes,
+            "normalize": self.normalize,
+        }
 
 
 # type of ``attend`` and of replacements of it in ``Attention.attention_fn``

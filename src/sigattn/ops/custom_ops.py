@@ -287,7 +287,9 @@ class Operator(Generic[P]):
         def gradients(*values: Tensor) -> tuple[Tensor, ...]:
             grad, *differentiable = _replace(inputs, needed, values)
             problem = self.problem_type(*differentiable, *tensors[_NUM_GRADIENTS:], *numbers)
-            return tuple(g for g in self._formula_backward(problem, grad, None, NeedsGrad(*needs_grad)) if g is not None)
+            return tuple(
+                g for g in self._formula_backward(problem, grad, None, NeedsGrad(*needs_grad)) if g is not None
+            )
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             results, pullback = torch.func.vjp(gradients, *(inputs[i] for i in needed))[:2]
@@ -323,7 +325,9 @@ class Operator(Generic[P]):
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * (shapes.query[-1] + shapes.value[-1])
 
     def _backward_flops(self, *args: Any, **_: Any) -> int:
-        shapes: Any = self.problem_type(*args[1 + _NUM_RESULTS : -2])  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
+        shapes: Any = self.problem_type(
+            *args[1 + _NUM_RESULTS : -2]
+        )  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
         width = 3 * shapes.query[-1] + 2 * shapes.value[-1]
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * width
 

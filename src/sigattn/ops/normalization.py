@@ -74,7 +74,8 @@ class BackwardOperands(NamedTuple):
 
     Attributes:
         problem: the problem, with the bias of lifted rows.
-        grad_out: gradient of the output divided by the sums of the rows; (B, Hq, N, Dv).
+        grad_out: gradient of the output divided by the sums of the rows, (B, Hq, N, Dv); in float32 for float16, in
+            which it may be infinite.
         row_terms: what is subtracted from each row of dP, (B, Hq, N, 1) in float32 or better; None for nothing.
     """
 
@@ -92,7 +93,8 @@ def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> Bac
         problem = _lifted(problem, lifts)
     scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
     row_terms = (scaled * result.out).sum(-1, keepdim=True)
-    return BackwardOperands(problem, scaled.to(grad_out.dtype), row_terms)
+    dtype = scaled.dtype if grad_out.dtype is torch.float16 else grad_out.dtype
+    return BackwardOperands(problem, scaled.to(dtype), row_terms)
 
 
 def _lifted(problem: Problem, lifts: Tensor) -> Problem:

@@ -20,7 +20,7 @@ class AttentionStatistics(NamedTuple):
 
     Attributes:
         row_mass_mean, row_mass_min, row_mass_max: mean, minimum and maximum over queries of Σ_j P_ij. About 1 with
-            b = -log n at initialisation; always 1 with softmax.
+            b = -log n at initialisation; always 1 with softmax, and with ``normalize``.
         output_norm: the Frobenius norm ‖P V‖ (the "attention norm" of the paper's Figs. 3-6).
         max_logit: the largest logit that is not masked; -inf if there is none.
         hoyer_sparsity: the mean over queries of (√n - Σ|P| / √(Σ P²)) / (√n - 1) for n visible keys: 0 if all weights
@@ -51,14 +51,15 @@ def attention_statistics(
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
     softcap: float = 0.0,
+    normalize: bool = False,
     activation: str = "sigmoid",
 ) -> AttentionStatistics:
     """Compute statistics of attention weights and outputs, in memory linear in the length, without gradient.
 
     Args:
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap: as
-            in ``sigmoid_attention``, with four dimensions and one batch size, and attn_mask not a ``BlockMask``. The
-            weights are those before dropout.
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap,
+            normalize: as in ``sigmoid_attention``, with four dimensions and one batch size, and attn_mask not a
+            ``BlockMask``. The weights are those before dropout.
         activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
             bias=None is 0.
 
@@ -73,12 +74,15 @@ def attention_statistics(
     torch.Size([2, 4])
     """
     validation.flag(_NAME, "is_causal", is_causal)
+    validation.flag(_NAME, "normalize", normalize)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     operands = {"query": query, "key": key, "value": value}
     _, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS), optional=False)
+    if normalize and activation != "sigmoid":
+        raise ValueError(f'{_NAME}: normalize=True needs activation="sigmoid", got {activation!r}')
     if query.shape[2] == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
     problem = make_problem(
@@ -94,6 +98,7 @@ def attention_statistics(
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
         softcap=softcap,
+        normalize=normalize,
     )
     problem = with_checked_lengths(problem)
     with without_autocast(query.device.type):

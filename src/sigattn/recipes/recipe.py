@@ -84,7 +84,8 @@ class Recipe:
 
     def softmax(self) -> Recipe:
         """Return the softmax twin, which differs in the attention only."""
-        twin = self.with_transformer(activation="softmax", attention_bias=None, learn_bias="no", **self.softmax_changes)
+        no_sigmoid = {"attention_bias": None, "learn_bias": "no", "normalize": False}
+        twin = self.with_transformer(activation="softmax", **no_sigmoid, **self.softmax_changes)
         return replace(twin, name=f"{self.name}-softmax")
 
     def parameters(self) -> int:

@@ -43,14 +43,12 @@ class Copies(Microtiles):
                 halves = [(rows[row + i] + d // 2).of(INT16).load_vector() for i in range(size)]
                 (out[row // 2] + d).store(b.pair(*[*halves, zero, zero][:2]))
 
-    def clear_rows(self, b: Builder, rows: Matrix, first: Value | int, last: Value, width: Value) -> None:
+    def clear_rows(self, b: Builder, rows: Matrix, first: Value | int, last: Value, width: Value | int) -> None:
         """Write zeros to rows first … last - 1 of float32."""
         with b.loop(first, last) as row, b.loop(0, width, b.lanes) as d:
             (rows[row] + d).store(b.vector(0.0))
 
-    def divide_rows(
-        self, b: Builder, rows: Matrix, count: Value, width: Value, vectors: Matrix, sums: Matrix
-    ) -> None:
+    def divide_rows(self, b: Builder, rows: Matrix, count: Value, width: Value, vectors: Matrix, sums: Matrix) -> None:
         """Divide rows by their sums of weights, and write these; rows with a sum of 0 remain."""
         with b.loop(0, count) as row:
             total = b.sum(vectors[row].load_vector())

@@ -35,9 +35,7 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
 
     def run(config: Config) -> launch_cache.Launched:
         tiled_options = options._replace(
-            SIGMOID=options.SIGMOID
-            if options.NORMALIZE
-            else kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
+            SIGMOID=options.SIGMOID if options.NORMALIZE else kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             UNIT=unit,
@@ -90,9 +88,7 @@ def _forward(launch: Launch, row_sums: Tensor) -> Tensor:
     return out
 
 
-def backward(
-    problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
-) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients that are needed."""
     key = launch_cache.cache_key(problem, grad_out) if not any(needs_grad[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
