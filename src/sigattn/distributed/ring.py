@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops.attention import DENSE
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result
 from sigattn.ops.problem import Problem, select_rows
 
 
@@ -141,7 +141,8 @@ def _add_gradients(
     for part, rows, columns in _visible_parts(ring, problem, owner):
         backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
         assert backward is not None
-        g = backward(part, grad_out[:, :, rows], part.query.new_empty(0), needs)
+        nothing = part.query.new_empty(0)
+        g = backward(part, grad_out[:, :, rows], Result(nothing, nothing, nothing), needs)
         for total, gradient in (
             (select_rows(sums.query, rows), g.query),
             (select_rows(sums.key, columns), g.key),

@@ -258,7 +258,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def bounds_output(self) -> bool:
-        """True if a negative bias, ``normalize``, a norm after the attention or n^(-α) bounds the attention's output."""
+        """True if the attention's output is bounded: by a negative bias, ``normalize``, a norm after it or n^(-α)."""
         bias = self.DEFAULT_BIAS if self.attention_bias is None else self.attention_bias
         negative = isinstance(bias, str) or bias < 0
         return (

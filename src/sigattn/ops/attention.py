@@ -115,8 +115,8 @@ def sigmoid_attention(
             it would synchronise.)
         softcap: c > 0 caps the scaled product before bias, ALiBi and mask are added: the logits are
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
-        normalize: if True, the weights of each row are divided by their sum (before dropout), as softmax's are. The result
-            is finite and accurate for every logit; as b falls, it becomes softmax attention.
+        normalize: if True, the weights of each row are divided by their sum (before dropout), as softmax's are. The
+            result is finite and accurate for every logit; as b falls, it becomes softmax attention.
         backend: "reference" (materialises the weights; supports forward-mode derivatives), "blocked" (memory linear in
             the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16 and float32,
             head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16, without softcap and

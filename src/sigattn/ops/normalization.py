@@ -4,8 +4,8 @@ The sum of a row far below 0 underflows. But where every weight of a row is tiny
 softmax of the row, which is the same for S + c. Such rows are rare. They are computed again with a "lift" c, added to
 their bias in both passes; that of other rows is 0.
 
-The backward pass is that of the plain sigmoid, with dO / t for dO and dP - δ / t for dP, where t is the sum of a row and
-δ = dO · O:
+The backward pass is that of the plain sigmoid, with dO / t for dO and dP - δ / t for dP, where t is the sum of a row
+and δ = dO · O:
 
     dS = W (1 - σ(S)) (dP - δ)        dV = Wᵀ dO
 """

@@ -1,15 +1,20 @@
-"""Log of a run's measurements: JSON lines, tensorboard events and, optionally, Weights & Biases."""
+"""Log of a run's measurements: JSON lines, tensorboard events and, optionally, Weights & Biases.
+
+Each line of ``metrics.jsonl`` ends with the CRC-32 of its other values, so that damaged lines are noticed.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 import statistics
+import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sigattn.files import FileFormatError, add_path_to_errors, write_text
+from sigattn.files import add_path_to_errors, write_text
 from sigattn.optional import require
 
 
@@ -82,30 +87,38 @@ def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+    return json.dumps({**row, "crc32": _crc32(row)}) + "\n"
+
+
+def _crc32(row: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(row).encode())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None if the line is damaged."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return row if row.pop("crc32") == _crc32(row) else None
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl``; no rows if the file does not exist.
 
-    An incomplete last line, which a killed run leaves, is left out.
-
-    Raises:
-        FileFormatError: if another line is damaged.
+    An incomplete last line, which a killed run leaves, is left out. Damaged lines are left out with a warning.
     """
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     if b"}" in last:  # complete
         lines.append(last)
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise FileFormatError(f"{path}, line {number} is no JSON: {error}") from error
-        rows.append(row)
-    return rows
+    rows = [_parse(line) for line in lines]
+    if damaged := [number for number, row in enumerate(rows, 1) if row is None]:
+        warnings.warn(
+            f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}", stacklevel=2
+        )
+    return [row for row in rows if row is not None]
 
 
 def last_validation(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

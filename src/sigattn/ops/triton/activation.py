@@ -14,8 +14,8 @@ measured ones):
 The argument is z = -log₂e · S, so that scale, bias and the change of base are one multiply-add: P = 1 / (1 + 2^z).
 
 With ``SHIFT`` the result is the weight times 2^shift: P · 2^shift = 1 / (unit + 2^(z - shift)) with unit = 2^-shift. In
-float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end. With
-NORMALIZE shift and unit are those of each row.
+float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end.
+With NORMALIZE shift and unit are those of each row.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def decode_kernel(
     """Compute BLOCK_M rows, (query, head of the group), against one part of the keys; args.py describes the arguments.
 
     Strides of key and value are those of (page or sample, head, slot, feature); o_split is that of the parts of the
-    keys. query_ends: position after the last query, if that is not the last key's. mask: of the last mask_keys keys. row_sums:
-    float32, (parts, B, N, Hq, 2), as in the forward kernel, with NORMALIZE; else None.
+    keys. query_ends: position after the last query, if that is not the last key's. mask: of the last mask_keys keys.
+    row_sums: float32, (parts, B, N, Hq, 2), as in the forward kernel, with NORMALIZE; else None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N

@@ -1,8 +1,10 @@
 """Forward kernel: a program holds a tile of queries, walks the keys that they see, and adds P V.
 
 Only the sum is carried from tile to tile: no running maximum, no rescaling, no division at the end (Sect. 4 and App. F
-of the paper). With NORMALIZE the sum of the weights is carried too, and divides at the end; where it vanishes, the keys
-are walked again for the least z of each row, and once more with that as shift (activation.py). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
+of the paper). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
+
+With NORMALIZE the sum of the weights is carried too, and divides at the end. Where it vanishes, the keys are walked
+again for the least z of each row, and once more with that as shift (activation.py).
 """
 
 from __future__ import annotations
