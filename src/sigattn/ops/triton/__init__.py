@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,7 +50,8 @@ def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
     """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv); no weights are saved."""
     from sigattn.ops.triton import launch
 
-    out, row_sums = launch.forward(problem)
+    row_sums = new_row_sums(problem.query, problem.normalize).zero_()  # rows of no sequence have no program
+    out = launch.forward(problem, row_sums if problem.normalize else None)
     return Result(out, out.new_empty(0), row_sums)
 
 
@@ -64,4 +66,4 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result,
     """Return the gradients that are needed."""
     from sigattn.ops.triton import launch
 
-    return launch.backward(problem, grad_out, result, needs_grad)
+    return launch.backward(problem, grad_out, needs_grad, result)

@@ -107,6 +107,7 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         "mask": mask_arg(p.attn_mask, shape.batch, shape.heads, shape.n, shape.m),
         "blocks": None,
         "sequences": sequences,
+        "row_sums": None,
         "seed": p.seed,
         "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
         "len_q": shape.n,

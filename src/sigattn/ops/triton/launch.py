@@ -10,7 +10,6 @@ import triton
 from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result
-from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
@@ -52,24 +51,23 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         launch.launches.append(fitting.launch_fitting(kernel.__name__, kind, config, run))
 
 
-def forward(problem: Problem | VarlenProblem) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem | VarlenProblem, row_sums: Tensor | None = None) -> Tensor:
     """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0.
 
-    With it comes what ``normalization.new_row_sums`` describes, an empty tensor without ``normalize``.
+    row_sums: where to write sums and lifts (``normalization.new_row_sums``), if the problem normalises; else None.
     """
     key = launch_cache.cache_key(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
     if (cached := launch_cache.lookup((tuning.FWD, key))) is not None:
-        return cached(inputs)["out"], problem.query.new_empty(0)
+        return cached(inputs)["out"]
     launch = kernel_args.prepare(problem)
-    row_sums = new_row_sums(problem.query, problem.normalize)
     out = _forward(launch, row_sums)
     if key is not None:
         launch_cache.store((tuning.FWD, key), launch.launches, inputs, {"out": out})
-    return out, row_sums
+    return out
 
 
-def _forward(launch: Launch, row_sums: Tensor) -> Tensor:
+def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
     p, s = launch.problem, launch.shape
     out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
@@ -82,21 +80,24 @@ def _forward(launch: Launch, row_sums: Tensor) -> Tensor:
         tuning.FWD,
         lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
         out=out,
-        row_sums=row_sums.zero_() if p.normalize else None,
+        row_sums=row_sums,
         o_strides=s.strides(out),
     )
     return out
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients that are needed."""
+def backward(
+    problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, result: Result | None = None
+) -> Gradients:
+    """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     key = launch_cache.cache_key(problem, grad_out) if not any(needs_grad[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
     if (cached := launch_cache.lookup((needs_grad, key))) is not None:
         new = cached(inputs)
         return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
     launch = kernel_args.prepare(problem)
-    launch.arguments["row_sums"] = _row_numbers(problem, grad_out, result) if problem.normalize else None
+    if result is not None and problem.normalize:
+        launch.arguments["row_sums"] = _row_numbers(problem, grad_out, result)
     gradients = _backward(launch, limit_strides(grad_out), needs_grad)
     if key is not None:
         outputs = {"grad_query": gradients.query, "grad_key": gradients.key, "grad_value": gradients.value}
