@@ -161,7 +161,8 @@ def sigmoid_attention(
     )
     if type(is_causal) is not bool:
         validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
-    validation.flag(_NAME, "normalize", normalize)
+    if type(normalize) is not bool:
+        validation.flag(_NAME, "normalize", normalize)  # type: ignore[unreachable]
     if type(query_offset) is not int or query_offset:
         query_offset = validation.position(_NAME, "query_offset", query_offset)
     if backend is not None:

@@ -334,7 +334,7 @@ class Operator(Generic[P]):
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Sequence[Tensor]) -> Result:
     out, weights, row_sums = result
-    nothing = [weights.new_empty(0) for _ in range(2)]  # what is saved is not to be seen by the caller
+    nothing = weights.new_empty(0), weights.new_empty(0)  # what is saved is not to be seen by the caller
     ctx.save_for_backward(out if row_sums.dim() > 1 else nothing[0], weights, row_sums, *tensors)
     ctx.rest = rest[:-1]
     ctx.mark_non_differentiable(*nothing)

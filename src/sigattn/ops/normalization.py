@@ -33,7 +33,7 @@ def new_row_sums(query: Tensor, normalize: bool) -> Tensor:
     return query.new_empty((*query.shape[:-1], 2) if normalize else (0,), dtype=dtype)
 
 
-def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], None]) -> None:
+def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], object]) -> None:
     """Run the forward pass of a problem that normalises, a second time if rows need a lift, and write the lifts.
 
     Args:
@@ -76,18 +76,16 @@ class BackwardOperands(NamedTuple):
         problem: the problem, with the bias of lifted rows.
         grad_out: gradient of the output divided by the sums of the rows, (B, Hq, N, Dv); in float32 for float16, in
             which it may be infinite.
-        row_terms: what is subtracted from each row of dP, (B, Hq, N, 1) in float32 or better; None for nothing.
+        row_terms: what is subtracted from each row of dP, (B, Hq, N, 1) in float32 or better.
     """
 
     problem: Problem
     grad_out: Tensor
-    row_terms: Tensor | None
+    row_terms: Tensor
 
 
 def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> BackwardOperands:
-    """Return the operands of the backward pass, those given if the problem does not normalise."""
-    if not problem.normalize:
-        return BackwardOperands(problem, grad_out, None)
+    """Return the operands of the backward pass of a problem that normalises."""
     sums, lifts = result.row_sums.unbind(-1)
     if lifts.any():
         problem = _lifted(problem, lifts)

@@ -129,7 +129,9 @@ def in_dtypes(gradients: Gradients, problem: Problem | VarlenProblem) -> Gradien
 
 def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:
     """Write the gradients of query, key and value, and add those of bias, mask and slopes."""
-    problem, grad_out, row_terms = normalization.backward_operands(problem, grad_out, result)
+    row_terms = None
+    if problem.normalize:
+        problem, grad_out, row_terms = normalization.backward_operands(problem, grad_out, result)
     weights, (d_query, d_key, d_value, *d_options) = result.weights, gradients
     is_empty = not grad_out.numel() or not problem.key.shape[2]
     tiling = None if is_empty else choose_tiles(problem, weights, outer=1)

@@ -52,25 +52,24 @@ def saved_weights(p: Problem) -> Saved | None:
     return (batch, heads, n, columns), p.query.dtype
 
 
-def forward(p: Problem, saved: Saved | None) -> Result:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
-    out = new_output(p.query, p.value.shape[3])
-    weights = p.query.new_empty(0 if saved is None else saved[0])
-    row_sums = new_row_sums(p.query, p.normalize)
-    if not out.numel() or not p.key.shape[2]:
-        return Result(out.zero_(), weights, row_sums.zero_())
-    result = Result(out, weights, row_sums)
-    if p.normalize:
-        normalization.compute(p, row_sums, lambda lifted: _attend(lifted, result))
-    else:
-        _attend(p, result)
-    return result
+def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Result:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs.
 
-
-def _attend(p: Problem, result: Result) -> None:
-    """Write the output, and unless they are empty the weights and the sums of the rows."""
+    result: where to write them; None for new memory.
+    """
+    (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
+    if result is None:
+        out, nothing = new_output(p.query, dv), p.query.new_empty(0)
+        weights = nothing if saved is None else p.query.new_empty(saved[0])
+        result = Result(out, weights, new_row_sums(p.query, p.normalize) if p.normalize else nothing)
+        if not out.numel() or not m:
+            out.zero_()
+            result.row_sums.zero_()
+            return result
+        if p.normalize:
+            normalization.compute(p, result.row_sums, lambda lifted: forward(lifted, saved, result))
+            return result
     out, weights, row_sums = result
-    (batch, heads, n, _), (_, kv_heads, _, dv) = p.query.shape, p.value.shape
     call = _Call(p, kernels(p.query.dtype))
     call.set_operands(query=p.query, key=p.key, value=p.value)
     call.allocate(call.plan.forward)
@@ -87,6 +86,7 @@ def _attend(p: Problem, result: Result) -> None:
     call.kernels.run("forward", batch * heads * blocks, call.args, call.plan.threads)
     if target is not out:
         out.copy_(target[..., :dv])
+    return result
 
 
 def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
@@ -101,8 +101,10 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
         for grad in grads:
             grad.zero_()
     else:
-        lifted, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
-        call = _Call(lifted, kernels(p.query.dtype))
+        problem, row_terms = p, None
+        if p.normalize:
+            problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
+        call = _Call(problem, kernels(p.query.dtype))
         splits, threads = call.plan.splits, call.plan.threads
         call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
         call.allocate(call.plan.backward)
