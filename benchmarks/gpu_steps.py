@@ -102,7 +102,7 @@ _COMPILED = ("cuDNN softmax", "Flex sigmoid", "compiled naive sigmoid")
 _TESTS = tuple(
     f"tests/ops/test_{name}.py" for name in ("triton", "launch_cache", "correctness", "dropout", "block_mask")
 )
-_TESTS += ("tests/test_flash.py", "tests/test_flash_kvcache.py", "tests/flash/test_packing.py")
+_TESTS += ("tests/test_flash.py", "tests/test_flash_kvcache.py")
 _SANITIZER_FOUND = 9
 _SANITIZER = ("compute-sanitizer", "--error-exitcode", str(_SANITIZER_FOUND))
 _NCU = (

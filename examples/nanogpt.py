@@ -1,6 +1,7 @@
 """Train a small GPT, in the style of nanoGPT, with one line of its attention changed.
 
     python examples/nanogpt.py                       # sigmoid attention: about two minutes on two cores
+    python examples/nanogpt.py --attention normalized  # with weights that sum to one
     python examples/nanogpt.py --attention softmax   # the line as it was
 
 The text is Python's language reference, which CPython contains (or ``--text``), byte by byte.
@@ -32,7 +33,8 @@ class CausalSelfAttention(nn.Module):
         if self.attention == "softmax":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:  # the line that changes; the bias is that of the training length, also for shorter prompts
-            y = sigmoid_attention(q, k, v, is_causal=True, bias=-math.log(self.length))
+            normalize = self.attention == "normalized"
+            y = sigmoid_attention(q, k, v, is_causal=True, bias=-math.log(self.length), normalize=normalize)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -67,7 +69,7 @@ class GPT(nn.Module):
 def main():
     """Train on a text, and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", choices=("sigmoid", "softmax"), default="sigmoid")
+    parser.add_argument("--attention", choices=("sigmoid", "normalized", "softmax"), default="sigmoid")
     parser.add_argument("--text")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=128)

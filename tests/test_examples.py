@@ -24,7 +24,7 @@ def run(monkeypatch, capsys):
     return run_example
 
 
-@pytest.mark.parametrize("attention", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("attention", ["sigmoid", "normalized", "softmax"])
 def test_nanogpt(run, attention):
     _, printed = run("nanogpt.py", "--steps", "51", "--width", "32", "--length", "64", "--attention", attention)
     first, last = (float(x) for x in re.findall(r"([\d.]+) bits per byte", printed)[:: len(printed.splitlines()) - 1])

@@ -43,6 +43,17 @@ def answered(model, x, bias):
         F.scaled_dot_product_attention = own
 
 
+def test_normalized_far_below_zero_it_is_timms_own_attention():
+    name, options = "vit_tiny_patch16_224", MODELS["vit_tiny_patch16_224"]
+    ours = timm.create_model(name, attn_layer=attention_layer(-60.0, normalize=True), **options).eval()
+    plain = timm.create_model(name, **options).eval()
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-5)
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(again(x), ours(x))
+
+
 @pytest.mark.parametrize("bias", ["log_visible", 0.0, -2.0])
 @pytest.mark.parametrize(("name", "options"), MODELS.items(), ids=str)
 def test_models(name, options, bias):

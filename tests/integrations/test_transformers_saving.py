@@ -280,3 +280,27 @@ def implementations(config, name=""):
     for key, part in parts:
         found |= implementations(part, f"{name}.{key}")
     return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_normalize_is_computed_saved_and_inherited_by_parts(tmp_path):
+    """Far below zero it is softmax, so that transformers' own attention is the truth."""
+    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    config = CONFIG_MAPPING["llama"](**TEXT, sigmoid_bias=-60.0, sigmoid_normalize=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
+    softmax = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**TEXT), attn_implementation="sdpa").eval()
+    softmax.load_state_dict(model.state_dict())
+    expected = model(tokens).logits
+    torch.testing.assert_close(expected, softmax(tokens).logits, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(tokens).logits, expected)
+    model.config.sigmoid_normalize = 1
+    with pytest.raises(ValueError, match="sigmoid_normalize must be True or False, got 1"):
+        model(tokens)
+    config = CONFIG_MAPPING["gemma3"](**GEMMA3, sigmoid_bias=-60.0, sigmoid_normalize=True)
+    whole = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sigmoid").eval()
+    part = whole.model.language_model
+    part.save_pretrained(tmp_path / "part")
+    assert "sigmoid_normalize" not in vars(part.config)
+    again = transformers.AutoModel.from_pretrained(tmp_path / "part").eval()
+    torch.testing.assert_close(again(tokens).last_hidden_state, part(tokens).last_hidden_state)

@@ -43,6 +43,7 @@ class SigmoidAttention(Attention):
 
     sigmoid_bias: Bias = "log_visible"
     output_norm: OutputNorm = "none"
+    normalize: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +53,8 @@ class SigmoidAttention(Attention):
 
     def extra_repr(self) -> str:
         """Return the settings."""
-        return f"num_heads={self.num_heads}, sigmoid_bias={self.sigmoid_bias!r}, output_norm={self.output_norm!r}"
+        names = ("num_heads", "sigmoid_bias", "output_norm", "normalize")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the layer's output, (B, N, embed_dim), of x (B, N, embed_dim)."""
@@ -64,7 +66,7 @@ class SigmoidAttention(Attention):
         if bias == "log_visible":
             bias = _log_visible(query, attn_mask, is_causal)
         dropout = self.attn_drop.p if self.training else 0.0
-        out = sigmoid_attention(query, key, value, attn_mask, dropout, is_causal, bias=bias)
+        out = sigmoid_attention(query, key, value, attn_mask, dropout, is_causal, bias=bias, normalize=self.normalize)
         out = self.norm(out.transpose(1, 2).reshape(batch, length, self.attn_dim))
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
@@ -72,7 +74,9 @@ class SigmoidAttention(Attention):
         return result
 
 
-def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none") -> type[Attention]:
+def attention_layer(
+    bias: Bias = "log_visible", output_norm: OutputNorm = "none", normalize: bool = False
+) -> type[Attention]:
     """Return a class for timm's ``attn_layer``. (timm needs a class: a ``functools.partial`` does not work.)
 
     Args:
@@ -80,19 +84,24 @@ def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none"
             tokens that a query sees, without padding (naflexvit).
         output_norm: "hybrid": a LayerNorm without parameters after the output projection (hybrid-norm, App. G.3) of
             every block; or "none".
+        normalize: True to divide the weights of each row by their sum, as softmax does.
 
     Raises:
         ValueError: for other arguments.
     """
     number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-    if not (number or bias == "log_visible") or output_norm not in ("none", "hybrid"):
+    if (
+        not (number or bias == "log_visible")
+        or output_norm not in ("none", "hybrid")
+        or not isinstance(normalize, bool)
+    ):
         raise ValueError(
-            'attention_layer: bias must be a number or "log_visible", and output_norm "none" or "hybrid"; got '
-            f"{bias!r}, {output_norm!r}"
+            'attention_layer: bias must be a number or "log_visible", output_norm "none" or "hybrid", and normalize a '
+            f"bool; got {bias!r}, {output_norm!r}, {normalize!r}"
         )
     for model in (VisionTransformer, NaFlexVit):
         _refuse_softmax_after_init(model)
-    settings = {"sigmoid_bias": bias, "output_norm": output_norm, "__module__": __name__}
+    settings = {"sigmoid_bias": bias, "output_norm": output_norm, "normalize": normalize, "__module__": __name__}
     return _LayerClass("SigmoidAttention", (SigmoidAttention,), settings)
 
 
@@ -106,7 +115,7 @@ class _LayerClass(type):
 def _reduce(layer_class: Any) -> Any:
     if SigmoidAttention not in layer_class.__bases__:
         return layer_class.__qualname__  # a subclass of a module, which is pickled by its name
-    return attention_layer, (layer_class.sigmoid_bias, layer_class.output_norm)
+    return attention_layer, (layer_class.sigmoid_bias, layer_class.output_norm, layer_class.normalize)
 
 
 copyreg.pickle(_LayerClass, _reduce)

@@ -8,7 +8,8 @@ The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the n
 which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
 for its sub-configurations that have none; if no configuration has one, the model keeps the default of ``register`` at
 the time when it is built. A softmax model that ``sigattn.convert`` converted has a learned bias in each layer instead,
-and ``config.sigmoid_bias`` lists them.
+and ``config.sigmoid_bias`` lists them. With ``config.sigmoid_normalize = True`` the weights of each row are divided by
+their sum.
 
 The result is transformers' own eager attention with the sigmoid instead of the softmax, or an error that names what is
 not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,

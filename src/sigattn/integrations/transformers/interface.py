@@ -16,6 +16,7 @@ from sigattn.integrations.transformers.mask import combine, is_plain_causal, sam
 from sigattn.integrations.transformers.saving import (
     LOG_VISIBLE,
     NAME,
+    NORMALIZE,
     Bias,
     default_bias,
     set_default_bias,
@@ -72,7 +73,7 @@ class Call(NamedTuple):
     scale: float | None
     softcap: float
 
-    def sigmoid(self, bias: float | Tensor | None) -> Tensor:
+    def sigmoid(self, bias: float | Tensor | None, normalize: bool = False) -> Tensor:
         """Return the output of sigmoid attention with a bias, (B, Hq, N, Dv)."""
         return sigmoid_attention(
             self.query,
@@ -85,6 +86,7 @@ class Call(NamedTuple):
             enable_gqa=True,
             bias=bias,
             softcap=self.softcap,
+            normalize=normalize,
         )
 
 
@@ -197,7 +199,7 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
 
 def _sigmoid(module: nn.Module, call: Call) -> Tensor:
     """Return the layer's output of sigmoid attention, (B, Hq, N, Dv)."""
-    out, learned = call.sigmoid(_bias(module, call)), getattr(module, ATTRIBUTE, None)
+    out, learned = call.sigmoid(_bias(module, call), _normalizes(module)), getattr(module, ATTRIBUTE, None)
     return out if learned is None else learned.scaled(out)
 
 
@@ -220,10 +222,25 @@ def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
     return log_length_bias(visible_per_query(call.mask, num_queries, num_keys, window, call.query.device))
 
 
+def _normalizes(module: nn.Module) -> bool:
+    """Return ``sigmoid_normalize`` of the innermost configuration around a layer that has one, or False."""
+    for config in _configs(module):
+        if (normalize := getattr(config, NORMALIZE, None)) is not None:
+            if not isinstance(normalize, bool):
+                raise _error(module, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
+            return normalize
+    return False
+
+
+def _configs(module: nn.Module) -> tuple[PretrainedConfig | None, ...]:
+    own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
+    configs: tuple[PretrainedConfig | None, ...] = getattr(module, CONFIGS, own)
+    return configs
+
+
 def _configured_bias(module: nn.Module) -> Bias | dict[str, Any]:
     """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the model's default."""
-    own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
-    configs = getattr(module, CONFIGS, own)
+    configs = _configs(module)
     for config in configs:
         if (bias := getattr(config, "sigmoid_bias", None)) is not None:
             return bias if isinstance(bias, dict) else validate_bias(bias)

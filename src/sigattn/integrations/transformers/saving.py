@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "sigmoid"
 LOG_VISIBLE = "log_visible"
+NORMALIZE = "sigmoid_normalize"  # attribute of configurations: True divides the weights of each row by their sum
 Bias = float | str
 _KEY = "attn_implementation"
 _SAVED = f"{NAME} (import sigattn.integrations.transformers)"  # transformers' error without this package quotes it

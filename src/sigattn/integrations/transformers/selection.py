@@ -6,8 +6,9 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
 from sigattn.integrations.transformers.check import advice, fixed_choices, sub_configs, unsupported_layers
-from sigattn.integrations.transformers.saving import NAME, keep_default_bias, restored
+from sigattn.integrations.transformers.saving import NAME, NORMALIZE, keep_default_bias, restored
 from sigattn.nn import fitted_bias
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
@@ -86,10 +87,25 @@ def _save_pretrained(own: Any) -> Any:
         inherited = next((value for value in values if value is not None), None)
         if isinstance(inherited, dict) or getattr(self.config, "sigmoid_bias", None) is not None:
             inherited = None  # a record is of the layers of the whole
-        with learned_bias.recorded(self, inherited):
+        with learned_bias.recorded(self, inherited), _normalize_recorded(self):
             return own(self, *args, **kwargs)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _normalize_recorded(model: PreTrainedModel) -> Iterator[None]:
+    """Give the configuration of a part the ``sigmoid_normalize`` that holds for it; remove it afterwards."""
+    values = [getattr(config, NORMALIZE, None) for config in getattr(model, CONFIGS, ())]
+    inherited = next((value for value in values if value is not None), None)
+    if inherited is None or getattr(model.config, NORMALIZE, None) is not None:
+        yield
+        return
+    setattr(model.config, NORMALIZE, inherited)
+    try:
+        yield
+    finally:
+        delattr(model.config, NORMALIZE)
 
 
 def _initialize_weights(own: Any) -> Any:
