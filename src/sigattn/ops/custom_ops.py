@@ -24,7 +24,7 @@ from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, onnx, vmap
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import P, new_output
 
@@ -198,8 +198,7 @@ class Operator(Generic[P]):
         *fields, backend, _ = args
         if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
             if self.onnx_formula is not None:
-                nothing = fields[0].new_empty(0)
-                return self.onnx_formula(*fields), nothing, nothing
+                return without_saved(self.onnx_formula(*fields))
             onnx.refuse(str(self.forward_op))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
@@ -235,7 +234,7 @@ class Operator(Generic[P]):
         return Result(
             new_output(problem.query, problem.value.shape[-1]),
             problem.query.new_empty(shape, dtype=dtype),
-            new_row_sums(problem.query, sums),
+            new_row_sums(problem.query) if sums else problem.query.new_empty(0),
         )
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -305,8 +304,7 @@ class Operator(Generic[P]):
 
     def _formula_forward(self, problem: P, saved: Saved | None) -> Result:
         assert self.formula is not None
-        nothing = problem.query.new_empty(0)
-        return Result(self.formula(problem), nothing, nothing)
+        return without_saved(self.formula(problem))
 
     def _formula_backward(self, problem: P, grad_out: Tensor, _: Result | None, needs_grad: NeedsGrad) -> Gradients:
         needed = [i for i, is_needed in enumerate(needs_grad) if is_needed]

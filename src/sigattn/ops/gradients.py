@@ -25,6 +25,11 @@ class Result(NamedTuple):
     row_sums: Tensor
 
 
+def without_saved(out: Tensor) -> Result:
+    """Return a result of an output alone. Its empty tensors are two, because an op must not return one twice."""
+    return Result(out, out.new_empty(0), out.new_empty(0))
+
+
 class NeedsGrad(NamedTuple):
     """Flags of the gradients to compute."""
 

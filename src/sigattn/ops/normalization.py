@@ -27,10 +27,9 @@ SMALLEST_SUM = 2.0**-80  # of a row that is not lifted; weights that underflow a
 LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
 
 
-def new_row_sums(query: Tensor, normalize: bool) -> Tensor:
-    """Return uninitialised memory for the sum and the lift of each row of a query; empty if they are not needed."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty((*query.shape[:-1], 2) if normalize else (0,), dtype=dtype)
+def new_row_sums(query: Tensor) -> Tensor:
+    """Return uninitialised memory for the sum and the lift of each row of a query."""
+    return query.new_empty(*query.shape[:-1], 2, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], object]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.gradients import Result, Saved
+from sigattn.ops.gradients import Result, Saved, without_saved
 from sigattn.ops.positions import alibi, band
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
 
@@ -61,8 +61,7 @@ def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> Re
     for b, (first, length, end) in enumerate(p.key_ranges()):
         sample = slice(b, b + 1)
         out[sample] = attention(p.samples(sample, first, max(first, length), length, end)).transpose(1, 2)
-    nothing = out.new_empty(0)
-    return Result(out, nothing, nothing)
+    return without_saved(out)
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:

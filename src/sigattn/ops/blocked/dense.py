@@ -53,7 +53,7 @@ def forward(problem: Problem, saved: Saved | None) -> Result:
     result = Result(
         new_output(problem.query, problem.value.shape[-1]),
         problem.query.new_empty(shape, dtype=dtype),
-        new_row_sums(problem.query, problem.normalize),
+        new_row_sums(problem.query) if problem.normalize else problem.query.new_empty(0),
     )
     attend(problem, result)
     return result

@@ -24,7 +24,7 @@ COPIED = 1 << 15  # elements of a sample's K that are copied to batch samples
 def varlen_forward(problem: VarlenProblem, saved: Saved | None = None) -> Result:
     """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and the sums of rows."""
     out = new_output(problem.query, problem.value.shape[2])
-    result = Result(out, out.new_empty(0), new_row_sums(problem.query, problem.normalize))
+    result = Result(out, out.new_empty(0), new_row_sums(problem.query) if problem.normalize else out.new_empty(0))
     end = 0
     for s, rows, keys in _sequences(problem):
         attend(problem.sequence(s, rows, keys), _of_sequence(result, rows))
@@ -82,7 +82,7 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> Resu
     """
     p = problem
     out, nothing = new_output(p.query, p.value.shape[3]), p.query.new_empty(0)
-    row_sums = new_row_sums(p.query, p.normalize)
+    row_sums = new_row_sums(p.query) if p.normalize else out.new_empty(0)
     (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
     keys = p.key_ranges()
     is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1

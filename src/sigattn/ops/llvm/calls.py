@@ -59,9 +59,10 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Re
     """
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     if result is None:
-        out, nothing = new_output(p.query, dv), p.query.new_empty(0)
-        weights = nothing if saved is None else p.query.new_empty(saved[0])
-        result = Result(out, weights, new_row_sums(p.query, p.normalize) if p.normalize else nothing)
+        out = new_output(p.query, dv)
+        weights = p.query.new_empty(0 if saved is None else saved[0])
+        row_sums = new_row_sums(p.query) if p.normalize else p.query.new_empty(0)
+        result = Result(out, weights, row_sums)
         if not out.numel() or not m:
             out.zero_()
             result.row_sums.zero_()

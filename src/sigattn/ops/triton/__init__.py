@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
@@ -50,8 +50,10 @@ def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
     """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv); no weights are saved."""
     from sigattn.ops.triton import launch
 
-    row_sums = new_row_sums(problem.query, problem.normalize).zero_()  # rows of no sequence have no program
-    out = launch.forward(problem, row_sums if problem.normalize else None)
+    if not problem.normalize:
+        return without_saved(launch.forward(problem))
+    row_sums = new_row_sums(problem.query).zero_()  # rows of no sequence have no program
+    out = launch.forward(problem, row_sums)
     return Result(out, out.new_empty(0), row_sums)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Result
-from sigattn.ops.normalization import add_parts, new_row_sums
+from sigattn.ops.gradients import Result, without_saved
+from sigattn.ops.normalization import add_parts
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tuning
 from sigattn.ops.triton.args import Bias, Strides
@@ -25,7 +25,7 @@ def forward(problem: KVCacheProblem) -> Result:
     (batch, n, heads, d), (kv_heads, dv) = p.query.shape, p.value.shape[2:]
     out = p.query.new_empty(batch, n, heads, dv)
     if not out.numel():
-        return Result(out, out.new_empty(0), new_row_sums(p.query, p.normalize))
+        return without_saved(out)
     call_arguments = arguments(p)
     config = tuning.decode_config(max(d, dv), p.query.element_size(), n * (heads // kv_heads))
     options, device = call_arguments["OPT"], p.query.device
@@ -54,9 +54,9 @@ def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config:
     }
     settings = {"num_warps": config.warps, "num_stages": config.stages}
     launch_cache.launch(decode_kernel, (programs, splits), p.query.device, settings, call_arguments | launch_arguments)
-    nothing = out.new_empty(0)
     if sums is None:
-        return Result(parts.sum(0).to(out.dtype) if splits > 1 else out, nothing, nothing)
+        return without_saved(parts.sum(0).to(out.dtype) if splits > 1 else out)
+    nothing = out.new_empty(0)
     if splits == 1:
         return Result(out, nothing, sums[0])
     result = Result(out, nothing, torch.empty_like(sums[0]))
