@@ -323,9 +323,8 @@ class Operator(Generic[P]):
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * (shapes.query[-1] + shapes.value[-1])
 
     def _backward_flops(self, *args: Any, **_: Any) -> int:
-        shapes: Any = self.problem_type(
-            *args[1 + _NUM_RESULTS : -2]
-        )  # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
+        shapes: Any = self.problem_type(*args[1 + _NUM_RESULTS : -2])
+        # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
         width = 3 * shapes.query[-1] + 2 * shapes.value[-1]
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * width
 

@@ -44,10 +44,7 @@ class KernelArguments(Structure):
         ("right", c_int64),  # … to i + right; ANYWHERE for no limit
         ("query_offset", c_int64),  # position of the first query
         ("alibi", c_int64),  # 1 with slopes
-        (
-            "score_sums_size",
-            c_int64,
-        ),  # sums for each query in the backward pass: 0, 1 (bias) or 3 (bias and both slopes)
+        ("score_sums_size", c_int64),  # sums of dS for each query: 0, 1 (bias) or 3 (bias and both slopes)
         ("splits", c_int64),  # parts of a head's keys in the backward pass, a task for each
         ("packs_keys", c_int64),  # 1 if the kernel "forward" packs the keys itself
         ("bias_value", c_float),  # the bias if it is a number; ``bias`` points here
@@ -87,10 +84,7 @@ class KernelArguments(Structure):
         ("grad_key_sums", c_void_p),  # float32, (B, Hkv, M, head_dim)
         ("grad_value_sums", c_void_p),  # float32, (B, Hkv, M, value_dim)
         ("score_sums", c_void_p),  # float32, (splits, B, H, N, 3)
-        (
-            "weight_sums",
-            c_void_p,
-        ),  # float32, (B, H, N, 2): the sum of each row's weights, and a number that is not used
+        ("weight_sums", c_void_p),  # float32, (B, H, N, 2): sum of each row's weights, and an unused number
         ("row_hashes", c_void_p),  # of dropout, int32, (B, H, N)
         ("column_hashes", c_void_p),  # of dropout, int32, (tiles of M)
         ("weights", c_void_p),  # saved, (B, H, N, tiles of M); only where windows let a query see a key
