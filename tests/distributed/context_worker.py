@@ -38,6 +38,10 @@ CASES = [
     {"alibi": True, "bias": "head", "heads": (4, 1)},
     {"lengths": True, "n": 33},
     {"lengths": True, "is_causal": True, "bias": -1.0},
+    {"normalize": True, "is_causal": True, "n": 37, "heads": (4, 2), "bias": "head"},
+    {"normalize": True, "lengths": True, "n": 33, "bias": -200.0},
+    {"normalize": True, "window": (5, 3), "n": 29, "alibi": True},
+    {"normalize": True, "dtype": torch.float32, "is_causal": True, "n": 64, "bias": -100.0},
     {"dtype": torch.float32, "is_causal": True, "n": 64},
     {"dtype": torch.bfloat16, "is_causal": True, "n": 64, "heads": (4, 2)},
 ]
@@ -62,7 +66,7 @@ def check(mesh, case):
         bias = (randn(1, hq, 1, 1) if bias == "head" else randn(2, 1, n, 1)) - 1
     slopes = randn(hq).abs() / 8 if case.get("alibi") else None
     options = {"is_causal": causal, "scale": case.get("scale"), "enable_gqa": True, "window": case.get("window")}
-    options["softcap"] = case.get("softcap", 0.0)
+    options["softcap"], options["normalize"] = case.get("softcap", 0.0), case.get("normalize", False)
     options["key_lengths"] = torch.tensor([n, n // 2]) if case.get("lengths") else None
 
     def leaves(shard):
@@ -116,7 +120,7 @@ MODELS = [
     {"position": "alibi", "learn_bias": "head", "temperature": 0.3},
     {"position": "sincos", "attention_bias": "log_visible", "norm_placement": "hybrid"},
     {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic"},
-    {"position": "rope", "attention_bias": "log_batch", "length_power": 0.5},
+    {"position": "rope", "attention_bias": "log_batch", "length_power": 0.5, "normalize": True},
 ]
 
 
@@ -156,8 +160,13 @@ def cache(mesh):
         {"softcap": 0.7},
         {"alibi_slopes": torch.tensor([0.1, 0.3, 0.2, 0.4])},
         {"causal": False},
+        {"normalize": True, "window_size": (4, 0)},
+        {"normalize": True, "sigmoid_bias": -200.0},
     ):
-        for backend in KV_CACHE.backends if "window_size" in options else ("reference",):
+        backends = KV_CACHE.backends if "window_size" in options else ("reference",)
+        if "normalize" in options:
+            backends = [backend for backend in KV_CACHE.backends if backend != "reference"]
+        for backend in backends:
             torch.manual_seed(0)
             dtype = torch.float32 if backend == "triton" else torch.float64
             alone = [torch.full((2, capacity * ranks, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
@@ -170,7 +179,7 @@ def cache(mesh):
                 with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
                     shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=backend, **more)
                 torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
-                all_reduce.assert_called_once()
+                assert all_reduce.call_count == (2 if "normalize" in options else 1)
                 lengths = lengths + torch.tensor([new, new])
             for own, all_of_it in zip(mine, alone, strict=True):
                 expected = all_of_it[:, rank * capacity : (rank + 1) * capacity]

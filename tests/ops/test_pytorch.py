@@ -164,16 +164,18 @@ def test_opcheck(backend):
     for bias in biases[2 if interpreted else 0 :]:
         slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
         tensors = [q, k, v, bias, more["attn_mask"][None, None], slopes]
-        rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0, backend]
+        rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0]
+        rest += [bias is None, backend]  # normalize
         for save in (False, True):
             torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*tensors, *rest, save))
-        empty = q.new_empty(0)
+        with torch._C._AutoDispatchBelowAutograd():
+            result = torch.ops.sigattn.dense_forward.default(*tensors, *rest, False)
         needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
         grad = torch.randn(batch, heads, 7, 5, dtype=q.dtype)
-        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, empty, *tensors, *rest, needs))
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, *result, *tensors, *rest, needs))
         torch.library.opcheck(
             torch.ops.sigattn.dense_backward.default,
-            (grad, empty, *tensors, *rest, [False, True, False, False, True, True]),
+            (grad, *result, *tensors, *rest, [False, True, False, False, True, True]),
         )
 
 
@@ -182,14 +184,14 @@ def test_opcheck(backend):
 def test_opcheck_of_heads_that_are_views_of_a_projection(backend, order):
     dtype = wide(backend)
     q, k, v, grad = (torch.randn(6, 4, 5, 8, dtype=dtype).permute(order) for _ in range(4))
-    problem = Problem(q, k, v, torch.full((1, q.shape[1], 1, 1), -3.0, dtype=dtype))
+    problem = Problem(q, k, v, torch.full((1, q.shape[1], 1, 1), -3.0, dtype=dtype), normalize=order[0] == 0)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*problem, backend, True), test_utils=tests)
     needs = [True, True, True, True, False, False]
     with torch._C._AutoDispatchBelowAutograd():
-        saved = torch.ops.sigattn.dense_forward.default(*problem, backend, True)[1]
+        out, saved, row_sums = torch.ops.sigattn.dense_forward.default(*problem, backend, True)
     for weights in (q.new_empty(0), saved):
-        args = (grad, weights, *problem, backend, needs)
+        args = (grad, out, weights, row_sums, *problem, backend, needs)
         torch.library.opcheck(torch.ops.sigattn.dense_backward.default, args, test_utils=tests)
 
 

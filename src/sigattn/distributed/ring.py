@@ -1,8 +1,9 @@
 """Ring attention: keys and values pass from process to process, forward and backward.
 
 Softmax attention must rescale its partial outputs when further keys arrive. With a sigmoid, partial outputs over
-disjoint sets of keys add (Sect. 4), and so do partial gradients. The next part is sent while the current one is used;
-in the backward pass the gradients of K and V are passed on as well.
+disjoint sets of keys add (Sect. 4), and so do partial gradients; with ``normalize`` outputs are averaged by their sums
+of weights. The next part is sent while the current one is used; in the backward pass the gradients of K and V are
+passed on as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops.attention import DENSE
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result
+from sigattn.ops.normalization import add_parts, new_row_sums
 from sigattn.ops.problem import Problem, select_rows
 
 
@@ -79,34 +81,49 @@ class ShardedAttention(torch.autograd.Function):
         ring: Ring,
     ) -> Tensor:
         """Return the output, (B, Hq, n, Dv)."""
-        ctx.save_for_backward(query, key, value, bias, slopes)
         ctx.options, ctx.ring = problem._replace(**_NO_TENSORS), ring
         with torch.autocast(query.device.type, enabled=False):
-            return _forward(ring, problem).to(query.dtype)
+            total = _forward(ring, problem)
+        out = total.out.to(query.dtype)
+        saved = (out, total.row_sums) if problem.normalize else (None, None)
+        ctx.save_for_backward(query, key, value, bias, slopes, *saved)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         """Return the gradients of the tensors."""
-        tensors = ctx.saved_tensors
+        *tensors, out, row_sums = ctx.saved_tensors
+        nothing = grad_out.new_empty(0)
+        result = Result(nothing, nothing, nothing) if out is None else Result(out, nothing, row_sums)
         problem = ctx.options._replace(**dict(zip(_SAVED, tensors, strict=True)))
         needs = NeedsGrad(bias=ctx.needs_input_grad[3], alibi_slopes=ctx.needs_input_grad[4])
         with torch.autocast(grad_out.device.type, enabled=False):
-            g = _backward(ctx.ring, problem, grad_out, needs)
+            g = _backward(ctx.ring, problem, grad_out, result, needs)
         sums = (g.query, g.key, g.value, g.bias, g.alibi_slopes)
         return (*(None if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)), None, None)
 
 
-def _forward(ring: Ring, problem: Problem) -> Tensor:
-    """Return the output of the local queries, in float32 or float64."""
+def _forward(ring: Ring, problem: Problem) -> Result:
+    """Return the output of the local queries, in float32 or float64, and with ``normalize`` the sums of its rows."""
     out = _zeros(problem.query, problem.value.shape[3])
+    nothing = out.new_empty(0)
+    total = Result(out, nothing, new_row_sums(problem.query).zero_() if problem.normalize else nothing)
     for owner, (key, value) in ring.parts((problem.key, problem.value)):
         for part, rows, _ in _visible_parts(ring, problem._replace(key=key, value=value), owner):
-            out[:, :, rows] += DENSE.backends[DENSE.choose(part, ring.backend)].forward(part, None)[0]
-    return out
+            of_rows = _of_rows(total, rows)
+            result = DENSE.backends[DENSE.choose(part, ring.backend)].forward(part, None)
+            add_parts((of_rows, result), of_rows)
+    return total
 
 
-def _backward(ring: Ring, problem: Problem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
+def _of_rows(result: Result, rows: slice) -> Result:
+    """Return a result of some rows, views."""
+    out, row_sums = (t[:, :, rows] if t.numel() else t for t in (result.out, result.row_sums))
+    return Result(out, result.weights, row_sums)
+
+
+def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, needs: NeedsGrad) -> Gradients:
     """Return the gradients of the local tensors, in float32 or float64."""
     p = problem
     bias = _zeros(p.bias) if p.bias is not None and needs.bias else None
@@ -116,7 +133,7 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, needs: NeedsGrad) 
     for owner, (key, value) in ring.parts((p.key, p.value)):
         dk, dv = _zeros(key), _zeros(value)
         sums = sums._replace(key=dk, value=dv)
-        _add_gradients(ring, sums, p._replace(key=key, value=value), grad_out, needs, owner)
+        _add_gradients(ring, sums, p._replace(key=key, value=value), grad_out, result, needs, owner)
         # dK and dV follow their keys and values round the ring, one step later
         if transfer is not None:
             for total, received in zip((dk, dv), transfer.wait(), strict=True):
@@ -134,6 +151,7 @@ def _add_gradients(
     sums: Gradients,
     problem: Problem,
     grad_out: Tensor,
+    result: Result,
     needs: NeedsGrad,
     owner: int,
 ) -> None:
@@ -141,8 +159,7 @@ def _add_gradients(
     for part, rows, columns in _visible_parts(ring, problem, owner):
         backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
         assert backward is not None
-        nothing = part.query.new_empty(0)
-        g = backward(part, grad_out[:, :, rows], Result(nothing, nothing, nothing), needs)
+        g = backward(part, grad_out[:, :, rows], _of_rows(result, rows), needs)
         for total, gradient in (
             (select_rows(sums.query, rows), g.query),
             (select_rows(sums.key, columns), g.key),

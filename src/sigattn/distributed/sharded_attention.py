@@ -36,6 +36,7 @@ def context_parallel_attention(
     length: int | None = None,
     balanced: bool | None = None,
     softcap: float = 0.0,
+    normalize: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Compute self-attention over sequences whose positions are sharded over the processes of a mesh.
@@ -55,7 +56,7 @@ def context_parallel_attention(
         length: length of the whole sequence; None if all processes have the same number of positions.
         balanced: True if each process has one segment of the first and one of the second half
             (``SequenceSharding``); None for is_causal.
-        softcap: as in ``sigmoid_attention``.
+        softcap, normalize: as in ``sigmoid_attention``.
         backend: as in ``sigmoid_attention``, but not "reference".
 
     Returns:
@@ -71,6 +72,7 @@ def context_parallel_attention(
     _, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
+    validation.flag(_NAME, "normalize", normalize)
     if mesh.ndim != 1:
         raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
     if query.shape[2] != key.shape[2]:
@@ -96,6 +98,7 @@ def context_parallel_attention(
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
         softcap=softcap,
+        normalize=normalize,
     )
     ring = Ring(sharding, group, backend)
     out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
@@ -136,6 +139,7 @@ class ContextParallelShard:
         window: tuple[int, int] | None,
         bias: float | Tensor,
         alibi_slopes: Tensor | None,
+        normalize: bool,
     ) -> Tensor:
         """Call ``context_parallel_attention`` with this process's part."""
         return context_parallel_attention(
@@ -148,6 +152,7 @@ class ContextParallelShard:
             bias=bias,
             window=window,
             alibi_slopes=alibi_slopes,
+            normalize=normalize,
             length=self.length,
             balanced=self.sharding.balanced,
         )

@@ -1,7 +1,7 @@
 """Decoding with a key/value cache whose positions are sharded over processes.
 
-Every process attends to its own positions, and one all-reduce adds the outputs without rescaling (Sect. 4; softmax
-attention would have to exchange its row statistics as well).
+Every process attends to its own positions, and one all-reduce adds the outputs without rescaling (Sect. 4). With
+``normalize``, as with softmax attention, the levels of the rows are exchanged first.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def sharded_cache_attention(
     window_size: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    normalize: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Compute ``sigattn.flash.flash_attn_with_kvcache`` with a cache that is sharded over the processes of a mesh.
@@ -48,7 +49,8 @@ def sharded_cache_attention(
         mesh: one-dimensional mesh of the processes.
         cache_seqlens: (B,) integers, number of keys of each sample over all processes, before the new ones.
         sigmoid_bias: a number, or a tensor: 0-d, (B,) or (B or 1, Hq or 1); the bias that the model was trained with.
-        softmax_scale, causal, window_size, alibi_slopes, softcap, backend: as in ``flash_attn_with_kvcache``.
+        softmax_scale, causal, window_size, alibi_slopes, softcap, normalize, backend: as in
+            ``flash_attn_with_kvcache``.
 
     Returns:
         Attention output, (B, N, Hq, Dv), the same on all processes; summed in float32.
@@ -63,6 +65,9 @@ def sharded_cache_attention(
     flash_validation.bias(_NAME, sigmoid_bias, q, batch)
     _, softmax_scale, window, softcap = validation.numbers(_NAME, 0.0, softmax_scale, window_size, softcap)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
+    validation.flag(_NAME, "normalize", normalize)
+    if normalize and backend == "reference":
+        raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)
     validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v)
@@ -87,10 +92,23 @@ def sharded_cache_attention(
         window=window,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
+        normalize=normalize,
     )
-    out = KV_CACHE(problem, backend).to(torch.promote_types(q.dtype, torch.float32))
-    dist.all_reduce(out, group=mesh.get_group())
-    return out.to(q.dtype)
+    group, wide = mesh.get_group(), torch.promote_types(q.dtype, torch.float32)
+    if not normalize:
+        out = KV_CACHE(problem, backend).to(wide)
+        dist.all_reduce(out, group=group)
+        return out.to(q.dtype)
+    result = KV_CACHE.backends[KV_CACHE.choose(problem, backend)].forward(KV_CACHE.checked(problem), None)
+    sums, lifts = result.row_sums.unbind(-1)
+    logs = sums.log() - lifts  # -inf where no key of this process is visible
+    largest = logs.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    shares = torch.exp(logs - largest.nan_to_num(neginf=0.0)).unsqueeze(-1)
+    total = torch.cat([result.out * shares, shares], -1)
+    dist.all_reduce(total, group=group)
+    out, weights = total[..., :-1], total[..., -1:]
+    return torch.where(weights == 0, 0, out / weights).to(q.dtype)
 
 
 def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor) -> None:

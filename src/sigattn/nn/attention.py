@@ -284,10 +284,6 @@ class Attention(nn.Module):
             )
         if cache is not None and cache.left_padding is not None and key_lengths is not None:
             raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
-        if self.sequence_shard is not None and self.normalize:
-            raise ValueError(
-                "context parallelism does not support normalize=True: it adds outputs of parts of the keys"
-            )
         whole_rows = kv_input is None and key_lengths is None and cache is None
         if self.sequence_shard is not None and (
             not whole_rows or documents is not None or self.activation != "sigmoid" or (self.dropout and self.training)
@@ -406,6 +402,7 @@ class Attention(nn.Module):
             window=spec.window,
             bias=spec.bias,
             alibi_slopes=spec.alibi_slopes,
+            normalize=spec.normalize,
         )
 
 

@@ -31,6 +31,7 @@ class SequenceShard(Protocol):
         window: tuple[int, int] | None,
         bias: float | Tensor,
         alibi_slopes: Tensor | None,
+        normalize: bool,
     ) -> Tensor:
         """Return the output (B, Hq, n, Dv) of this process's queries over the whole sequence.
 
