@@ -363,11 +363,13 @@ def test_compile_and_opcheck(backend):
         7,
         7,
     )
-    args = (*args, None, 3, 0, 0.0, False, False, 2.5, backend)
+    args = (*args, None, 3, 0, 0.0, False, False, 2.5, True, backend)
     torch.library.opcheck(torch.ops.sigattn.varlen_forward.default, (*args, False))
+    with torch._C._AutoDispatchBelowAutograd():
+        result = torch.ops.sigattn.varlen_forward.default(*args, False)
     grad = torch.randn(12, 2, 8, device=device)
     needs = [True, False, True, True, True, True]
-    torch.library.opcheck(torch.ops.sigattn.varlen_backward.default, (grad, grad.new_empty(0), *args, needs))
+    torch.library.opcheck(torch.ops.sigattn.varlen_backward.default, (grad, *result, *args, needs))
     with pytest.raises(RuntimeError, match='backend="reference"'):
         torch.func.jvp(call, (q, k, v), (q, k, v))
 
@@ -412,7 +414,7 @@ FLASH_ATTN_2_8 = [
     "deterministic",
     "return_attn_probs",
 ]
-OURS = ["sigmoid_bias", "sigmoid_precision", "backend", "attn_mask"]
+OURS = ["sigmoid_bias", "sigmoid_precision", "backend", "attn_mask", "normalize"]
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *FLASH_ATTN_2_8],
     "flash_attn_qkvpacked_func": ["qkv", *FLASH_ATTN_2_8],

@@ -13,6 +13,7 @@ from experiments.registry import EXPERIMENTS
 from sigattn.models.language import LanguageModel
 from sigattn.models.speech import SpeechModel
 from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.ctc import CTC
 
 TRAIN = importlib.import_module("sigattn.cli.train")  # the package has a function of this name
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*Deprec")
@@ -69,8 +70,9 @@ def test_speech_variants_train(variants):
     small = {"embed_dim": 16, "num_heads": 2, "num_mel_bins": 8, "num_layers": 1, "conformer_kernel_size": 5}
     for changes in variants.values():
         config = find_recipe("asr-ls960-tiny").with_transformer(**{**changes, **small}).model
-        check_gradients(SpeechModel(config), torch.randn(2, 40, 8), torch.tensor([40, 31]),
-                        torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1]))  # fmt: skip
+        batch = torch.randn(2, 40, 8), torch.tensor([40, 31]), torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1])
+        model = SpeechModel(config)
+        check_gradients(model, CTC().loss(model, batch))
 
 
 @pytest.mark.parametrize("variants", LANGUAGE, ids=["2k", "4k", "stability"])
@@ -78,12 +80,12 @@ def test_language_variants_train(variants):
     for changes in variants.values():
         config = find_recipe("lm-1b-2k-tiny").with_transformer(**changes).model
         config = replace(config, embed_dim=16, num_heads=2, num_layers=1, max_seq_len=12)
-        tokens = torch.randint(256, (2, 13))
-        check_gradients(LanguageModel(config), tokens[:, :-1], tokens[:, 1:])
+        tokens, model = torch.randint(256, (2, 13)), LanguageModel(config)
+        check_gradients(model, model.loss(tokens[:, :-1], tokens[:, 1:]))
 
 
-def check_gradients(model, *batch):
-    model.loss(*batch).backward()
+def check_gradients(model, loss):
+    loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
