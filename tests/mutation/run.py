@@ -83,6 +83,7 @@ LIKELY = {
     + " tests/ops/test_dropout.py::test_all_backends_drop_the_same_weights"
     + " test_llvm_requirements test_llvm_compilation",
     "mask": "test_mask test_correctness",
+    "normalization": "test_normalization tests/distributed/test_context_parallel.py",
     "memory": "test_backends",
     "nested": "test_nested",
     "positions": "test_correctness test_borders test_dropout",

@@ -83,7 +83,7 @@ def sums_of_magnitudes(given, grad_out, **options):
     p, ds = formula(q, k, v, weights=True, **options), ds.abs()
     scale = abs(options["scale"] if options["scale"] is not None else d**-0.5)
     k, v = (torch.nan_to_num(t).repeat_interleave(heads // t.shape[1], 1).abs() for t in (k, v))
-    if options["normalize"]:  # dS is a difference
+    if options.get("normalize"):  # dS is a difference
         grad_weights = grad_out.double().abs() @ v.mT
         ds = p * (grad_weights + (p * grad_weights).sum(-1, keepdim=True))
     distance = (torch.arange(n)[:, None] - torch.arange(m)).abs()

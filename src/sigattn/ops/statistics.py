@@ -57,9 +57,10 @@ def attention_statistics(
     """Compute statistics of attention weights and outputs, in memory linear in the length, without gradient.
 
     Args:
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap,
-            normalize: as in ``sigmoid_attention``, with four dimensions and one batch size, and attn_mask not a
-            ``BlockMask``. The weights are those before dropout.
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap: as
+            in ``sigmoid_attention``, with four dimensions and one batch size, and attn_mask not a ``BlockMask``. The
+            weights are those before dropout.
+        normalize: as in ``sigmoid_attention``; for "sigmoid" only.
         activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
             bias=None is 0.
 
