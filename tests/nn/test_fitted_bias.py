@@ -156,7 +156,7 @@ class Shard:
     def positions(self, device):
         return self.mine
 
-    def attend(self, query, key, value, *, is_causal, window, bias, alibi_slopes):
+    def attend(self, query, key, value, *, is_causal, window, bias, alibi_slopes, normalize):
         self.given["bias"] = bias
         return query
 
