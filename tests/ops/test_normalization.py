@@ -145,7 +145,18 @@ def test_a_language_model_decodes_as_it_computes_whole_texts():
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+def test_nested_sequences_are_computed_as_each_of_them():
+    sequences = [torch.randn(n, 2, 8) for n in (3, 9)]
+    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+    out = sigmoid_attention(nested, nested, nested, is_causal=True, normalize=True)
+    for one, x in zip(out.unbind(), sequences, strict=True):
+        x = x.transpose(0, 1)[None]
+        torch.testing.assert_close(one[None], formula(x, x, x, causal=True, normalize=True, dtype=torch.float32))
+
+
 def test_normalize_is_a_flag():
     q, k, v = operands(3)
-    with pytest.raises(TypeError, match="sigmoid_attention: normalize must be True or False, got 1"):
-        sigmoid_attention(q, k, v, normalize=1)
+    nested = torch.nested.as_nested_tensor([torch.randn(3, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    for operand in ((q, k, v), (nested, nested, nested)):
+        with pytest.raises(TypeError, match="sigmoid_attention: normalize must be True or False, got 1"):
+            sigmoid_attention(*operand, normalize=1)

@@ -23,6 +23,7 @@ CALLS = {
     "causal": {"is_causal": True},
     "window": {"window": (2, 1), "bias": -1.0},
     "softcap": {"softcap": 2.0},
+    "normalize": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
     "bool mask": {"attn_mask": "visible", "is_causal": True},
     "float mask": {"attn_mask": "additive", "bias": "bias"},
     "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},

@@ -142,6 +142,8 @@ def sigmoid_attention(
         if block_mask.is_block_mask(attn_mask):
             attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
         attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
+    if type(normalize) is not bool:
+        validation.flag(_NAME, "normalize", normalize)  # type: ignore[unreachable]
     query, key, value = cast_operands(query, key, value)
     shape = None
     if not validation.is_batch(query, key, value, enable_gqa):
@@ -161,8 +163,6 @@ def sigmoid_attention(
     )
     if type(is_causal) is not bool:
         validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
-    if type(normalize) is not bool:
-        validation.flag(_NAME, "normalize", normalize)  # type: ignore[unreachable]
     if type(query_offset) is not int or query_offset:
         query_offset = validation.position(_NAME, "query_offset", query_offset)
     if backend is not None:

@@ -95,7 +95,8 @@ def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor: 
     """Return P before dropout, in float32 or better. An entirely masked row is 0 for every activation."""
     logits, visible = masked_logits(problem, activation)
     if problem.normalize and activation == "sigmoid":
-        logits, activation = F.logsigmoid(logits), "softmax"
+        # log σ; ONNX's log_sigmoid is log(σ), which is -inf far below 0. Beyond 40 the softplus is linear to 4e-18
+        logits, activation = -F.softplus(-logits, threshold=40), "softmax"
     if activation == "softmax":
         some = visible.any(-1, keepdim=True)
         logits = logits.masked_fill(~visible & some, -torch.inf).masked_fill(~some, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.normalization import SMALLEST_SUM
 from sigattn.ops.triton.activation import LN2
 from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
@@ -37,6 +38,8 @@ from sigattn.ops.triton.tile import (
     weights,
     zero_accumulator,
 )
+
+_SMALLEST_SUM = tl.constexpr(SMALLEST_SUM)
 
 
 @triton.jit
@@ -131,11 +134,8 @@ def fwd_kernel(
         unit, by_row, seed, threshold, sizes, scales, False, OPT,
     )  # fmt: skip
     if OPT.NORMALIZE:
-        # Of a row whose weights underflow, with twice the sum of what rounding to float16 or float32 may lose
-        if OPT.SHIFT == "none":
-            is_small = total < 2.0**-80
-        else:
-            is_small = total < sizes.len_k * 2.0**-14
+        # Rows whose weights underflow; in float16 those in which an average weight is below its smallest normal number
+        is_small = total < (_SMALLEST_SUM if OPT.SHIFT == "none" else sizes.len_k * 2.0**-14)
         is_small = is_small & (offs_m < sizes.len_q)
         row_shift = shift + tl.zeros((BLOCK_M,), tl.float32)
         if tl.max(is_small.to(tl.int32), 0) > 0:
