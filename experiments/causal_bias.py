@@ -1,13 +1,17 @@
-"""Beyond the paper: the default bias of causal attention, compared over three architectures.
+"""Beyond the paper: softmax replaced by sigmoid attention in one line, over three architectures.
 
     python -m experiments causal-bias --data tinyshakespeare.txt
 
-``sigmoid_attention(bias=None, is_causal=True)`` has b = -log M for every query, although query i has i + 1 keys.
-This experiment trains byte-level language models with that rule, with -log of the visible keys and with b = 0, next to
-softmax, in three architectures: GPT-2 (learned positions, LayerNorm, GELU: also nanoGPT's) and Llama (RoPE, RMSNorm,
-SwiGLU), both from transformers, and this library's language model with ALiBi and QK-norm. A default must also suit
-calls of other lengths, so each model is evaluated at half the training length as well, where the rule "-log M" changes
-the bias and a number does not.
+Byte-level language models are trained with softmax, with sigmoid attention and with sigmoid attention whose weights
+sum to one (``normalize``), in three architectures: GPT-2 (learned positions, LayerNorm, GELU: also nanoGPT's) and Llama
+(RoPE, RMSNorm, SwiGLU), both from transformers, and this library's language model with ALiBi and QK-norm.
+
+``sigmoid_attention(bias=None, is_causal=True)`` has b = -log M for every query, although query i has i + 1 keys; that
+rule is compared with -log of the visible keys and with b = 0. With ``normalize``, the lower b is, the nearer the
+weights are to those of softmax, so b = -log M less 0, 3, 6 and 10 are compared.
+
+A default must also suit calls of other lengths, so each model is evaluated at half the training length as well, where
+the rule "-log M" changes the bias and a number does not.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiments import cache, drawing, intervals
+from experiments import cache, drawing, intervals, sweep
 from experiments.conversion_models import TransformersModel, llama
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.data.text import TextData, load_text
@@ -37,37 +41,40 @@ from sigattn.train.metrics import MetricsLog, read_metrics
 from sigattn.train.trainer import Trainer
 
 SOFTMAX, LENGTH, VISIBLE, ZERO = "softmax", "-log n", "-log visible", "b = 0"
-RULES = (SOFTMAX, LENGTH, VISIBLE, ZERO)
+OFFSETS = {f"normalized, -log n{f' - {offset}' if offset else ''}": offset for offset in (0, 3, 6, 10)}
+RULES = (SOFTMAX, LENGTH, *OFFSETS, VISIBLE, ZERO)
 HALF = "-log n, b of the training length"  # an evaluation of models trained with LENGTH
 MARGIN = 0.02
 Bias = float | str | None  # None: softmax
 
 
-def _gpt2(bias: Bias, sizes: LanguageModelConfig) -> nn.Module:
+def _gpt2(bias: Bias, normalize: bool, sizes: LanguageModelConfig) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     names = {"embed_dim": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_seq_len": "n_positions"}
     config = {theirs: getattr(sizes, ours) for ours, theirs in names.items()}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, **config, **dropout))
-    return _with_attention(TransformersModel(model), bias)
+    return _with_attention(TransformersModel(model), bias, normalize)
 
 
-def _llama(bias: Bias, sizes: LanguageModelConfig) -> nn.Module:
-    return _with_attention(llama(sizes, intermediate_size=256), bias)
+def _llama(bias: Bias, normalize: bool, sizes: LanguageModelConfig) -> nn.Module:
+    return _with_attention(llama(sizes, intermediate_size=256), bias, normalize)
 
 
-def _with_attention(model: TransformersModel, bias: Bias) -> nn.Module:
+def _with_attention(model: TransformersModel, bias: Bias, normalize: bool) -> nn.Module:
     from sigattn.integrations.transformers import register
 
     register()
     model.model.config.sigmoid_bias = bias
+    model.model.config.sigmoid_normalize = normalize
     model.model.set_attn_implementation("sdpa" if bias is None else "sigmoid")
     return model
 
 
-def _alibi(bias: Bias, sizes: LanguageModelConfig) -> nn.Module:
-    attention: dict[str, Any] = {"activation": "softmax"} if bias is None else {"attention_bias": bias}
+def _alibi(bias: Bias, normalize: bool, sizes: LanguageModelConfig) -> nn.Module:
+    sigmoid = {"attention_bias": bias, "normalize": normalize}
+    attention: dict[str, Any] = {"activation": "softmax"} if bias is None else sigmoid
     return LanguageModel(replace(sizes, position="alibi", **attention))
 
 
@@ -87,8 +94,9 @@ class ByteLanguageModelling(LanguageModelling):
 
     def build_for(self, sizes: LanguageModelConfig, length: int) -> nn.Module:
         """Return the model with the bias for calls of a length."""
-        bias: Bias = {SOFTMAX: None, LENGTH: -math.log(length), VISIBLE: "log_visible", ZERO: 0.0}[self.rule]
-        return ARCHITECTURES[self.architecture](bias, sizes)
+        rules: dict[str, Bias] = {SOFTMAX: None, LENGTH: -math.log(length), VISIBLE: "log_visible", ZERO: 0.0}
+        rules |= {rule: -math.log(length) - offset for rule, offset in OFFSETS.items()}
+        return ARCHITECTURES[self.architecture](rules[self.rule], self.rule in OFFSETS, sizes)
 
 
 def train(task: ByteLanguageModelling, sizes: LanguageModelConfig, training: TrainConfig, text: TextData) -> Any:
@@ -123,6 +131,25 @@ def compare_causal_biases(setting: Setting) -> Result:
         MissingPackageError: without transformers.
     """
     require("transformers", "GPT-2 and Llama", "'sigattn[transformers]'")
+    jobs = plan_jobs(setting)
+    sweep.check_stored(setting, setting.identities)
+    missing = {run: job for run, job in jobs.items() if setting.stored.seeds.get(_name(*run[:2]), 0) <= run[2]}
+    labels = {run: ", ".join(map(str, run)) for run in missing}
+    results = cache.run_jobs({labels[run]: job for run, job in missing.items()}, setting.workers, setting.log)
+    data = list(setting.stored.rows)
+    for run, label in labels.items():
+        about = dict(zip(("architecture", "rule", "seed"), run, strict=True))
+        data += [{**about, "rule": evaluation, "bits": bits} for evaluation, bits in results[label]["final"].items()]
+    columns = list(dict.fromkeys(row["architecture"] for row in data))
+    lengths = sorted({_length(row) for row in data}, reverse=True)
+    evaluations = [f"{rule} at {length}" for length in lengths for rule in (*RULES, HALF)]
+    bits = {e: {a: select(data, "bits", architecture=a, rule=e) for a in columns} for e in evaluations}
+    rows = [(e, *map(intervals.mean_std, values.values())) for e, values in bits.items() if all(values.values())]
+    return Result(("attention and bytes", *columns), rows, data, _draw(data, columns, lengths[0]))
+
+
+def plan_jobs(setting: Setting) -> dict[tuple[str, str, int], cache.Job]:
+    """Return the training runs by architecture, rule and seed; fill in ``setting.identities``."""
     context, steps = setting.scaled(16, 128, 1024), setting.steps(2, 2000, 20000)
     sizes = LanguageModelConfig(embed_dim=96, num_layers=3, num_heads=4, max_seq_len=context)
     text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(8, 128, 512))
@@ -137,58 +164,78 @@ def compare_causal_biases(setting: Setting) -> Result:
         checkpoint_every=steps,
         log_attention_every=0,
     )
-    jobs, runs = {}, {}
+    jobs = {}
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
         of_seed = replace(training, seed=seed)
         for architecture in names:
             for rule in RULES:
                 task = ByteLanguageModelling(architecture=architecture, rule=rule)
-                settings = {
-                    "identity": cache.identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)
-                }
-                file = setting.folder / "runs" / f"{architecture}_{RULES.index(rule)}_{seed}.json"
-                runs[architecture, rule, seed] = label = f"{architecture}, {rule}, seed {seed}"
-                jobs[label] = cache.Job(file, settings, partial(train, task, sizes, of_seed, text))
-    results = cache.run_jobs(jobs, setting.workers, setting.log)
-    return _report(setting, names, {run: results[label] for run, label in runs.items()}, context)
+                identity = cache.identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)
+                if seed == 0:
+                    setting.identities[_name(architecture, rule)] = identity
+                file = setting.folder / "runs" / f"{_name(architecture, rule)}, {seed}.json".replace(" ", "_")
+                call = partial(train, task, sizes, of_seed, text)
+                jobs[architecture, rule, seed] = cache.Job(file, {"identity": identity}, call)
+    return jobs
 
 
-def _report(setting: Setting, names: tuple[str, ...], by_run: dict[Any, dict[str, Any]], context: int) -> Result:
-    seeds, half = range(setting.seeds), context // 2
-    columns = [*(f"{r} at {context}" for r in RULES), *(f"{r} at {half}" for r in (*RULES, HALF))]
+def _name(architecture: str, rule: str) -> str:
+    return f"{architecture}, {rule}"
 
-    def values(architecture: str, column: str) -> list[float]:
-        rule = LENGTH if column.startswith(HALF) else column.rpartition(" at ")[0]
-        return [by_run[architecture, rule, s]["final"][column] for s in seeds]
 
-    data = [
-        {"architecture": a, "rule": c, "seed": s, "bits": v}
-        for a in names
-        for c in columns
-        for s, v in zip(seeds, values(a, c), strict=True)
-    ]
-    figure, axes = drawing.axes_grid(len(names), width=3.6)
-    for axis, architecture in zip(axes, names, strict=True):
-        for rule, colour in drawing.variant_colours(RULES).items():
-            curves = [by_run[architecture, rule, s]["curve"] for s in seeds]
-            steps = sorted(curves[0], key=int)
-            drawing.plot_band(axis, [int(s) for s in steps], [[c[s] for c in curves] for s in steps], rule, colour)
-        axis.set(title=architecture, xlabel="step", ylabel="held-out bits per byte")
-    drawing.band_legend(axes[0])
-    rows = [(a, *(intervals.mean_std(values(a, c)) for c in columns)) for a in names]
-    return Result(("architecture", *columns), rows, data, figure)
+def _length(row: Row) -> int:
+    return int(row["rule"].rpartition(" ")[2])
+
+
+def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the number of seeds by run of the rows of data (``Experiment.count_seeds``)."""
+    context = max(map(_length, rows))
+    names = [_name(row["architecture"], row["rule"].rpartition(" at ")[0]) for row in rows if _length(row) == context]
+    return {name: names.count(name) for name in names}
+
+
+def _draw(data: Sequence[Row], architectures: Sequence[str], context: int) -> Any:
+    """Draw the bits at the training length less those of softmax with the same seed."""
+    figure, axes = drawing.axes_grid(len(architectures), width=3.6)
+    for axis, architecture in zip(axes, architectures, strict=True):
+        softmax, *others = (
+            select(data, "bits", architecture=architecture, rule=f"{rule} at {context}") for rule in RULES
+        )
+        gaps = {
+            f"{'' if rule in OFFSETS else 'sigmoid, '}{rule}": [b - a for a, b in zip(softmax, values, strict=True)]
+            for rule, values in zip(RULES[1:], others, strict=True)
+        }
+        drawing.plot_seeds(axis, gaps)
+        axis.axvline(0, color=drawing.COLOUR_OF["softmax"])
+        axis.set(title=architecture, xlabel="held-out bits per byte above softmax")
+    for axis in axes[1:]:
+        axis.set_yticklabels([])
+    return figure
 
 
 def judge_causal_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare every rule with the default at the training length and at half of it, in every architecture."""
+    """Compare sigmoid attention with softmax, and the rules of its bias, in every architecture."""
     names = list(dict.fromkeys(row["architecture"] for row in data))
-    half, context = sorted({int(row["rule"].rpartition(" ")[2]) for row in data})
+    half, context = sorted({_length(row) for row in data})
+
+    def bits(architecture: str, rule: str, length: int) -> list[float]:
+        return select(data, "bits", architecture=architecture, rule=f"{rule} at {length}")
+
     findings = []
+    for rule, length in [(rule, length) for length in (context, half) for rule in (LENGTH, *OFFSETS)]:
+        gaps = {a: intervals.paired(bits(a, SOFTMAX, length), bits(a, rule, length)) for a in names}
+        findings.append(
+            Finding(
+                f"At {length} bytes, trained at {context}: {'' if rule in OFFSETS else 'plain sigmoid, '}{rule} is as "
+                "good as softmax.",
+                intervals.verdict_all([gap.verdict_equal(MARGIN) for gap in gaps.values()]),
+                "bits above softmax with the same seed: "
+                + ", ".join(f"{a} {gap}" for a, gap in gaps.items())
+                + f"; tolerance ± {MARGIN:g}",
+            )
+        )
     for rule, length in ((VISIBLE, context), (ZERO, context), (VISIBLE, half), (HALF, half)):
-        differences = {
-            a: intervals.welch(*(select(data, "bits", architecture=a, rule=f"{r} at {length}") for r in (rule, LENGTH)))
-            for a in names
-        }
+        differences = {a: intervals.welch(bits(a, rule, length), bits(a, LENGTH, length)) for a in names}
         findings.append(
             Finding(
                 f"At {length} bytes, trained at {context}: {rule} is not better than the default, -log n.",
@@ -204,14 +251,15 @@ def judge_causal_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
 EXPERIMENTS = (
     Experiment(
         "causal-bias",
-        "Beyond the paper: the default bias of causal attention, over three architectures",
+        "Beyond the paper: softmax, sigmoid and normalized sigmoid attention, over three architectures",
         "Sect. 2 and App. E choose b = -log n",
         compare_causal_biases,
         judge_causal_biases,
-        {"smoke": 0.2, "small": 65.0, "paper": None},
+        {"smoke": 0.4, "small": 250.0, "paper": None},
         "1 GPU",
         "3 layers of 96, 128 bytes, 2,000 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
+        count_seeds=count_seeds,
     ),
 )

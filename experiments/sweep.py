@@ -118,7 +118,7 @@ def train_variants(
     ]
     for name, recipe in recipes.items():
         setting.identities[name] = _identity(setting, _run(setting, name, recipe, 0), fingerprints)
-    _check_stored(setting, recipes)
+    check_stored(setting, recipes)
     jobs = {}
     for run in runs:
         identity = _identity(setting, run, fingerprints)
@@ -138,7 +138,7 @@ def train_variants(
     return outcomes
 
 
-def _check_stored(setting: Setting, names: Iterable[str]) -> None:
+def check_stored(setting: Setting, names: Iterable[str]) -> None:
     """Raise ``ExperimentError`` if runs of these names cannot be added to the stored results."""
     stored = setting.stored
     if not stored.seeds:
