@@ -5,12 +5,11 @@
 Models are trained with softmax: language models of bytes with RoPE, with ALiBi, with RoPE for a quarter of the steps
 and with RoPE but without QK-norm for four times the steps, whose attention is the most peaked; a Llama of
 transformers, by its Trainer; a ViT on handwritten digits; a speech model on spoken digits. Each is then trained
-further, by up to 30 % of its steps, with a warm-up and a decay for each number of steps: with softmax, and as a sigmoid
-model from four starts: b = -log n; the fitted bias and output scale of ``convert``; the same with distillation, in
-which half of the loss is the divergence of the outputs from those of the softmax model that was converted; and that
-with the error of the attention layers' outputs added.
+further, by up to 30 % of its steps, with a warm-up and a decay for each number of steps: with softmax, and from two
+starts with sigmoid attention: the paper's with b = -log n, and the one of ``convert``, whose bias is fitted and whose
+weights sum to one.
 
-Expected: without calibration the converted model starts with a ruined loss; with it within a few percent of softmax.
+Expected: with b = -log n the converted model starts with a ruined loss; with the fit it is softmax's.
 """
 
 from __future__ import annotations
@@ -38,11 +37,9 @@ from sigattn.ops import reference
 from sigattn.optional import require
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
-from sigattn.tasks.distillation import distillation_loss
 
-SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fitted", "sigmoid, fitted and distilled"
-BY_LAYERS = "sigmoid, fitted and distilled by layers"
-STARTS = (SOFTMAX, LENGTH, FITTED, DISTILLED, BY_LAYERS)
+SOFTMAX, LENGTH, FITTED = "softmax", "sigmoid, -log n", "sigmoid, fitted and normalized"
+STARTS = (SOFTMAX, LENGTH, FITTED)
 FRACTIONS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of the steps of the softmax model
 BATCHES = 8  # of a conversion
 MAP = 48  # positions in the maps of the attention
@@ -58,11 +55,7 @@ def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
     starts = {SOFTMAX: model, LENGTH: models.with_log_n(model), FITTED: copy.deepcopy(model)}
     batches = [_batch(recipe, data, -1 - i) for i in range(BATCHES)]
     report = convert(starts[FITTED], batches, loss=recipe.task.loss)
-    starts[DISTILLED] = starts[FITTED]
-    if any(isinstance(m, Attention) for m in model.modules()):  # the layers of other libraries are not compared
-        starts[BY_LAYERS] = starts[FITTED]
     maps = [_attention_map(starts[kind], batches[0]) for kind in (SOFTMAX, FITTED)]
-    twin = copy.deepcopy(model).eval()
     losses: dict[str, list[tuple[int, float]]] = {}
     for name, start in starts.items():
         losses[name] = [(0, _evaluate(start, recipe, data))]
@@ -70,28 +63,13 @@ def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
             count = max(1, round(fraction * steps))
             further = copy.deepcopy(start)
             rate_of = functools.partial(_one_cycle, rate / 4, count, first=steps)
-            teacher = twin if name in (DISTILLED, BY_LAYERS) else None
-            _train(further, recipe, data, range(steps, steps + count), rate_of, teacher, by_layers=name == BY_LAYERS)
+            _train(further, recipe, data, range(steps, steps + count), rate_of)
             losses[name].append((count, _evaluate(further, recipe, data)))
     return {"losses": losses, "layers": _layers(report), "maps": maps}
 
 
-def _train(
-    model: nn.Module,
-    recipe: Recipe,
-    data: Data,
-    steps: range,
-    rate_of: Callable[[int], float],
-    twin: nn.Module | None = None,
-    *,
-    by_layers: bool = False,
-) -> None:
-    """Train a model by AdamW, the Llama by Trainer.
-
-    Args:
-        twin: half of the loss is then the divergence of the outputs from its outputs.
-        by_layers: add the error of the attention layers' outputs to that divergence.
-    """
+def _train(model: nn.Module, recipe: Recipe, data: Data, steps: range, rate_of: Callable[[int], float]) -> None:
+    """Train a model by AdamW, the Llama by Trainer."""
     training = recipe.training
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": training.weight_decay},
@@ -100,9 +78,7 @@ def _train(
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
 
     def loss_of(batch: Any) -> Tensor:
-        if twin is None:
-            return recipe.task.loss(model, batch)
-        return distillation_loss(recipe.task, model, batch, twin, 1.0, float(by_layers)) / 2
+        return recipe.task.loss(model, batch)
 
     model.train()
     batches = (_batch(recipe, data, step) for step in steps)
@@ -151,15 +127,12 @@ def _evaluate(model: nn.Module, recipe: Recipe, data: Data) -> float:
 
 
 def _layers(report: ConversionReport) -> list[dict[str, Any]]:
-    return [
-        {"r2": [head.r2 for head in layer.heads], "error": layer.error, "error_log_n": layer.error_log_n}
-        for layer in report.layers
-    ]
+    return [{"r2": [head.r2 for head in layer.heads], "error": layer.error} for layer in report.layers]
 
 
 @torch.no_grad()
 def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
-    """Return the weights of the first sample and head in this library's last layer, times the scale of the output."""
+    """Return the weights of the first sample and head in this library's last layer."""
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     if not layers:  # of another library
         return []
@@ -169,8 +142,6 @@ def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
     def record(activation: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any) -> Tensor:
         out = functional.attend(activation, query, key, value, spec)
         weights.append(reference.attention_weights(functional.make_problem(query, key, value, spec), activation))
-        if layer.attention_bias is not None and (scale := layer.attention_bias.output_scale(out)) is not None:
-            weights[-1] = weights[-1] * scale
         return out
 
     with replaced_attention(layer, record):
@@ -245,14 +216,11 @@ def _figure(data: Sequence[Row], by_run: dict[tuple[str, int], dict[str, Any]]) 
     drawing.band_legend(free[0] if free else axes[0], handles=handles, labels=labels)
     for position, family in enumerate(families):
         layers = [layer for run in by_run if run[0] == family for layer in by_run[run]["layers"]]
-        for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
-            errors = [layer[key] for layer in layers]
-            name = label if position == 0 else None
-            axes[-4].plot([position] * len(errors), errors, "o", ms=3, color=colours[label], label=name)
+        errors = [layer["error"] for layer in layers]
+        axes[-4].plot([position] * len(errors), errors, "o", ms=3, color=colours[FITTED])
         values = [r2 for layer in layers for r2 in layer["r2"] if r2 is not None and not math.isnan(r2)]
         axes[-3].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
     axes[-4].set(title="error of each layer's output", ylabel="relative error", yscale="log")
-    axes[-4].legend()
     axes[-3].set(title="fit of each head", ylabel="R² of -log Σ exp")
     for axis in axes[-4:-2]:
         axis.set_xticks(range(len(families)), families, rotation=45, ha="right")
@@ -279,49 +247,27 @@ def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
         losses = select(data, "loss", family=family, start=SOFTMAX, fraction=fraction)
         return statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
 
-    def finding(claim: str, start: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
-        differences = {f: excess(f, start, fraction) for f in of if select(data, "loss", family=f, start=start)}
+    def finding(claim: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
+        differences = {f: excess(f, FITTED, fraction) for f in of}
         verdicts = [
             d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in differences.items()
         ]
         more = "tolerance: softmax's standard deviation" if tolerance is None else f"tolerance {tolerance:g}"
         return Finding(claim, intervals.verdict_all(verdicts), _evidence(differences, verdicts, more))
 
-    middle, last = FRACTIONS[-2:]
-
-    def lower(claim: str, fraction: float, start: str = FITTED, other: str = LENGTH) -> Finding:
-        trained = [f for f in families if select(data, "loss", family=f, start=start)]
-        differences = {f: -excess(f, start, fraction, other) for f in trained}
+    def lower(claim: str, fraction: float) -> Finding:
+        differences = {f: -excess(f, FITTED, fraction, LENGTH) for f in families}
         verdicts = [d.verdict_positive() for d in differences.values()]
         return Finding(claim, intervals.verdict_all(verdicts), _evidence(differences, verdicts))
 
-    starts = (
-        ("the fitted model", FITTED),
-        ("the fitted and distilled model", DISTILLED),
-        ("the model that is distilled by layers, too,", BY_LAYERS),
-    )
-    zero_shot = "A fitted language model is at most 5 % worse than softmax without any training."
-    equal = [
-        (
-            f"After {fraction:.0%} of the steps, {name} is within {words} of softmax trained on equally.",
-            start,
-            fraction,
-            t,
-        )
-        for fraction, words, t in ((middle, "1 %", 0.01), (last, "the seeds' noise", None))
-        for name, start in starts
-    ]
+    middle, last = FRACTIONS[-2:]
+    after = "After {:.0%} of the steps, the fitted model is within {} of softmax trained on equally."
     return [
-        finding(zero_shot, FITTED, 0.0, language, 0.05),
-        *(finding(claim, start, fraction, families, t) for claim, start, fraction, t in equal),
+        finding("A fitted language model is at most 1 % worse than softmax without any training.", 0.0, language, 0.01),
+        finding(after.format(middle, "1 %"), middle, families, 0.01),
+        finding(after.format(last, "the seeds' noise"), last, families, None),
         lower("The fit lowers the loss of the converted model below that of b = -log n.", 0.0),
         lower(f"After {last:.0%} of the steps it still does.", last),
-        lower(
-            f"After {middle:.0%} of the steps, distillation by layers, too, has a lower loss than without.",
-            middle,
-            BY_LAYERS,
-            DISTILLED,
-        ),
     ]
 
 

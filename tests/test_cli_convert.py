@@ -53,8 +53,7 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
 
 
 def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkeypatch):
-    steps = ["convert", str(run), "--steps", "4", "--batches", "2", "--refine-steps", "2"]
-    steps += ["--distil", "1", "--distil-layers", "1"]
+    steps = ["convert", str(run), "--steps", "4", "--batches", "2", "--distil", "1000"]
     cli.main([*steps, "--folder", str(tmp_path / "whole"), "--resume"])
     assert f"nothing to resume in {tmp_path / 'whole'}: starting" in capsys.readouterr().out
 
@@ -70,7 +69,7 @@ def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkey
             cli.main([*steps, "--folder", str(tmp_path / "parts")])
     assert stopped.value.code == 130
     assert "stopped after 2 of 4 steps" in capsys.readouterr().out
-    # another loss, without that of the layers
+    # another loss, without the divergence
     code, message = failure([*steps[:-2], "--folder", str(tmp_path / "parts"), "--resume"], capsys)
     assert code == 1
     assert "task" in message
@@ -79,7 +78,7 @@ def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkey
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     rows = metrics.read_metrics(tmp_path / "parts" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    cli.main(["convert", str(run), "--steps", "1", *steps[4:8], "--folder", str(tmp_path / "plain")])
+    cli.main(["convert", str(run), "--steps", "1", "--batches", "2", "--folder", str(tmp_path / "plain")])
     plain = metrics.read_metrics(tmp_path / "plain" / "metrics.jsonl")
     assert rows[0]["loss"] > plain[0]["loss"]  # the divergence is added
 
@@ -91,15 +90,13 @@ def test_a_model_folder_without_a_run(tmp_path, capsys):
         ["convert", str(tmp_path / "model"), "--folder", str(tmp_path / "new"), "--batches", "2", "--batch-size", "2"]
     )
     assert "converted: loss" in capsys.readouterr().out
-    assert saving.load(tmp_path / "new" / "model").config.learn_bias == "quadratic"
+    assert saving.load(tmp_path / "new" / "model").config.normalize
 
 
 def test_what_it_refuses(tmp_path, capsys):
     code, message = failure(["convert", str(tmp_path)], capsys)
     assert code == 1
     assert "holds neither a run (run.json) nor a model" in message
-    _, message = failure(["convert", str(tmp_path), "--steps", "2", "--distil-layers", "1"], capsys)
-    assert "distil_layers adds to the distillation of the outputs: pass distil too" in message
     _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
     assert "learning_rate must be a finite number above 0" in message
 

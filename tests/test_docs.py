@@ -13,7 +13,6 @@ import yaml
 
 import sigattn
 import sigattn.nn
-from sigattn.conversion import api
 from sigattn.ops import problem, statistics
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +41,6 @@ def test_docstring_examples_of_layers(function):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_python_blocks_run(page, monkeypatch):
     """One after another, as a reader pastes them; but conversions are refined in fewer steps."""
-    monkeypatch.setattr(api, "REFINE_STEPS", 2)
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(block, page.name, "exec"), names)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from sigattn.conversion import api
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -94,7 +92,6 @@ def test_notebooks(name, tmp_path, capsys, monkeypatch):
     """Their code runs, and they are committed as executed from top to bottom, without errors and local paths."""
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.setattr(api, "REFINE_STEPS", 2)
     text = (EXAMPLES / name).read_text()
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

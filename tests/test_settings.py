@@ -31,8 +31,6 @@ ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mea
     "Classification.label_smoothing": {0},
     "Classification.mixup": {0},
     "ConvertConfig.distil": {0},  # no distillation
-    "ConvertConfig.distil_layers": {0},
-    "ConvertConfig.refine_steps": {0},
     "ConvertConfig.steps": {0},  # no fine-tuning
     "CpuBenchmark.max_naive_gib": {0},  # without the naive formula
     "KernelBenchmark.max_graph_length": {0},  # no graphs

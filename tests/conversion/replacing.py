@@ -5,8 +5,8 @@ from sigattn.conversion import SoftmaxLayer
 
 
 def replace(model, example=None, **options):
-    """Convert a model, and return every softmax and its outcome."""
-    return list(convert(model, example=example, **options).softmax)
+    """Convert a model to the paper's sigmoid attention, and return every softmax and its outcome."""
+    return list(convert(model, example=example, **{"normalize": False, **options}).softmax)
 
 
 def converted(name, kind, call):

@@ -20,7 +20,6 @@ from sigattn.nn import (
     AlibiKeysBias,
     BatchLengthBias,
     LearnableBias,
-    QuadraticBias,
     QueryBias,
     SampleLengthBias,
     VisibleKeysBias,
@@ -208,7 +207,7 @@ class TestLayersThatCallTheFunction:
         ):
             replace(model)
         assert [type(m) for m in model.modules()] == before
-        replace(model, allow_softmax=["1"])
+        replace(model, keep=["1"])
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_a_checkpointed_call_of_the_function_is_refused(self, reentrant):
@@ -552,11 +551,16 @@ class Twice(VisibleKeysBias):
     ("arguments", "message"),
     [
         ({"loss": lambda model, batch: 0}, "loss applies only with batches"),
-        ({"refine_steps": 2}, "refine_steps applies only with batches, got refine_steps=2"),
+        ({"max_error": 0.1}, "max_error applies only with batches, got max_error=0.1"),
         ({"batches": [X], "example": (X,)}, "example applies only without batches"),
-        ({"batches": [X], "allow_softmax": ["a"]}, "allow_softmax applies only without batches"),
-        ({"batches": [X], "bias": -2.0}, "with batches, bias must be VisibleKeysLinearBias or QuadraticBias"),
-        ({"bias": QuadraticBias}, "without batches, bias must be a number or an instance, got the class QuadraticBias"),
+        ({"batches": [X], "bias": -2.0}, "bias applies only without batches, got bias=-2.0"),
+        ({"batches": [X], "normalize": False}, "normalize=False applies only without batches"),
+        ({"batches": [X], "max_error": -1.0}, "max_error must be positive, got -1"),
+        (
+            {"batches": [X, X], "keep": ["a"]},
+            r"keep=\['a'\] matches no layer with a softmax; there are: '', 'layers.0'",
+        ),
+        ({"batches": [X, X], "max_error": 1e-9}, "error of every layer is above max_error=1e-09"),
     ],
 )
 def test_arguments_that_exclude_each_other(arguments, message):
@@ -567,11 +571,11 @@ def test_arguments_that_exclude_each_other(arguments, message):
 
 
 def test_the_report_lists_what_becomes_of_each_softmax():
-    report = convert(Net(FusedAttention(), EagerAttention()), allow_softmax=["layers.1"])
+    report = convert(Net(FusedAttention(), EagerAttention()), keep=["layers.1"])
     assert str(report).splitlines() == [
         "(model)   Net             softmax                       not attention",
         "layers.0  FusedAttention  scaled_dot_product_attention  converted",
-        "layers.1  EagerAttention  softmax                       allowed",
+        "layers.1  EagerAttention  softmax                       kept",
     ]
-    report = convert(Net(FusedAttention()), [X, X], refine_steps=0)
+    report = convert(Net(FusedAttention()), [X, X])
     assert "(model)  Net  softmax  not attention" in str(report).splitlines()

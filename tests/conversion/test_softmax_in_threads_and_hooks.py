@@ -100,7 +100,7 @@ def test_softmax_of_layers_that_run_in_threads_is_refused(run, example):
 def test_convert_fits_layers_that_run_in_threads(run):
     alone, threaded = Around(lambda layer, x: layer(x), Fused()), Around(RUNS[run], Fused())
     batches = list(torch.randn(4, 2, 1, 5, 8))
-    reports = [convert(model, batches, refine_steps=2) for model in (alone, threaded)]
+    reports = [convert(model, batches) for model in (alone, threaded)]
     assert reports[0].layers == reports[1].layers
     torch.testing.assert_close(threaded(batches[0]), alone(batches[0]))
 

@@ -571,8 +571,8 @@ def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. Let them use"):
         replace(net, (x,) if by_example else None)
     assert type(net.layers[0]) is Fused
-    report = replace(net, (x,) if by_example else None, allow_softmax=["layers.1*"])
-    assert [r.outcome for r in report] == ["converted", "allowed", "converted"]
+    report = replace(net, (x,) if by_example else None, keep=["layers.1*"])
+    assert [r.outcome for r in report] == ["converted", "kept", "converted"]
     first, kept, last = net.eval().layers
     with torch.no_grad():
         expected = last.formula(kept(first.formula(x, -math.log(5))), -math.log(5))
@@ -733,19 +733,19 @@ def test_modules_that_are_not_registered(x):
 
 def test_layers_may_be_kept(x):
     net = Net(Fused(), Fused())
-    report = replace(net, (x,), allow_softmax=["layers.0"])
+    report = replace(net, (x,), keep=["layers.0"])
     assert report == [
-        SoftmaxLayer("layers.0", "Fused", "scaled_dot_product_attention", "allowed"),
+        SoftmaxLayer("layers.0", "Fused", "scaled_dot_product_attention", "kept"),
         converted("layers.1", "Fused", "scaled_dot_product_attention"),
     ]
     assert type(net.layers[0]) is Fused
 
 
 def test_patterns_that_match_nothing():
-    with pytest.raises(ValueError, match=r"allow_softmax=\['head'\] matches no layer.*'layers\.0'"):
-        replace(Net(Fused()), allow_softmax=["layers.*", "head"])
+    with pytest.raises(ValueError, match=r"keep=\['head'\] matches no layer.*'layers\.0'"):
+        replace(Net(Fused()), keep=["layers.*", "head"])
     with pytest.raises(TypeError, match="sequence of names, got the string"):
-        replace(Net(Fused()), allow_softmax="layers.0")
+        replace(Net(Fused()), keep="layers.0")
 
 
 def test_a_kept_layer_inside_a_replaced_one():
@@ -754,8 +754,8 @@ def test_a_kept_layer_inside_a_replaced_one():
             super().__init__()
             self.inner = Fused()
 
-    with pytest.raises(ValueError, match="allow both or neither"):
-        replace(Outer(), allow_softmax=["inner"])
+    with pytest.raises(ValueError, match="keep both or neither"):
+        replace(Outer(), keep=["inner"])
 
 
 @pytest.mark.parametrize("by_example", [False, True])

@@ -1,11 +1,9 @@
 """Conversion of transformers' models: statistics against float64, losses against the model's own, and refusals."""
 
-import functools
 import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,14 +13,10 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from sigattn.conversion import ConversionError  # noqa: E402
-from sigattn.conversion import convert as convert_fully  # noqa: E402
-from sigattn.conversion.fit import MARGIN  # noqa: E402
+from sigattn.conversion import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from tests.conversion.test_fit import least_squares  # noqa: E402
 from tests.integrations.sizes import SMALL, TEXT  # noqa: E402
-
-# two steps of refinement, which has its own tests (test_refinement.py), instead of 64
-convert = functools.partial(convert_fully, refine_steps=2)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "pad_token_id": 0}
@@ -85,7 +79,6 @@ def recorded_rows(model, batches):
     return {name: torch.cat(parts, -1) for name, parts in rows.items()}
 
 
-@pytest.mark.usefixtures("without_query_term")
 @pytest.mark.parametrize("kind", SIZES)
 def test_fit_and_losses(kind):
     """c and a of every layer are numpy's least squares; the losses are those of the model before and after."""
@@ -93,7 +86,7 @@ def test_fit_and_losses(kind):
     rows = recorded_rows(model_of(kind), batches[:5])
     with torch.no_grad():
         before = float(model(**batches[-1]).loss)
-    report = convert(model, batches, refine_steps=0)
+    report = convert(model, batches)
     with torch.no_grad():
         after = float(model(**batches[-1]).loss)
     assert (report.loss_softmax, report.loss) == pytest.approx((before, after), rel=1e-4)
@@ -101,13 +94,8 @@ def test_fit_and_losses(kind):
     assert sigmoid.check(model, **batches[0]) == len(report.layers) == len(rows)
     for layer in report.layers:
         for head, (log_visible, lse) in zip(layer.heads, rows[layer.name].unbind(1), strict=True):
-            if float(log_visible.std()) < 1e-6:  # any slope fits
-                fitted = head.constant + head.slope * log_visible[0]
-                assert float(fitted) == pytest.approx(-float(lse.mean()) - MARGIN, abs=1e-3)
-                continue
-            x = np.stack([np.ones(len(lse)), log_visible.numpy()], -1)
-            expected = np.linalg.lstsq(x, -lse.numpy() - MARGIN, rcond=None)[0]
-            assert (head.constant, head.slope) == pytest.approx(tuple(expected), abs=2e-3), layer.name
+            expected = least_squares(log_visible.numpy(), -lse.numpy())
+            assert (head.constant, head.slope) == pytest.approx(expected, abs=1e-3), layer.name
 
 
 class Classifier(nn.Module):
@@ -162,7 +150,6 @@ def test_the_example(monkeypatch, capsys, tmp_path):
     pytest.importorskip("accelerate")
     sizes = {"steps": 2, "finetune-steps": 1, "distil": 1, "layers": 1, "width": 32, "length": 32, "batch-size": 2}
     monkeypatch.chdir(tmp_path)  # where it saves the model
-    monkeypatch.setattr("sigattn.conversion.api.REFINE_STEPS", 2)
     monkeypatch.setattr(sys, "argv", ["convert_transformers.py", *(f"--{name}={size}" for name, size in sizes.items())])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "convert_transformers.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

@@ -91,7 +91,7 @@ def _problem(architecture: str, eager: PreTrainedModel, inputs: dict[str, Any]) 
     model = copy.deepcopy(eager)
     softmax = [t.detach() for t in sweep.run(eager, inputs, None)]
     try:
-        report = convert(model, [inputs, inputs], refine_steps=2)
+        report = convert(model, [inputs, inputs])
     except ConversionError:
         unchanged = all(torch.equal(a, b) for a, b in zip(sweep.outputs(model, inputs), softmax, strict=True))
         if not unchanged or model.config._attn_implementation != "eager":

@@ -28,12 +28,12 @@ def test_a_model_with_an_adapter_is_refused_until_it_is_merged():
     name = r"model.layers.0.self_attn.q_proj is a Linear"
     for model, where in ((adapted, "it is a PeftModel"), (adapted.base_model.model, name)):
         with pytest.raises(ConversionError, match=f"has an adapter of peft \\({where}.*convert the base model"):
-            convert(model, batches, refine_steps=0)
+            convert(model, batches)
     assert adapted.config._attn_implementation == "sdpa"
     prompt = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ConversionError, match="it is a PeftModelForCausalLM"):
-        convert(prompt, batches, refine_steps=0)
-    assert len(convert(adapted.merge_and_unload(), batches, refine_steps=0).layers) == 2
+        convert(prompt, batches)
+    assert len(convert(adapted.merge_and_unload(), batches).layers) == 2
 
 
 def test_trainable_tokens_of_an_exported_tied_model_are_merged(tmp_path):
@@ -56,7 +56,7 @@ def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):
     sigmoid.register()
     model = llama()
     ids = torch.randint(0, 50, (4, 2, 24), generator=torch.Generator().manual_seed(0))
-    convert(model, [{"input_ids": part, "labels": part} for part in ids], refine_steps=0)
+    convert(model, [{"input_ids": part, "labels": part} for part in ids])
     model.save_pretrained(tmp_path / "base")
     before = {name: p.clone() for name, p in model.named_parameters()}
 

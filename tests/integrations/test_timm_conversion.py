@@ -7,7 +7,6 @@ timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
 from sigattn.conversion import ConversionError, convert, restore  # noqa: E402
-from sigattn.nn import VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 SMALL = {"num_classes": 5, "img_size": 32, "embed_dim": 32}
@@ -29,7 +28,7 @@ def test_vision_transformers(name):
     if name == "torchvision":
         torch.nn.init.normal_(model.heads.head.weight)  # it starts as zeros
     before = model(images[0])
-    report = convert(model, list(images), loss=lambda m, x: m(x).square().mean(), refine_steps=2)
+    report = convert(model, list(images), loss=lambda m, x: m(x).square().mean())
     assert all(layer.error < 0.3 for layer in report.layers), report
     if name == "swin":  # the windows' masks of -100 count: softmax's denominators follow the visible keys
         assert min(head.r2 for head in report.layers[1].heads) > 0.9
@@ -49,7 +48,7 @@ def test_xcit_is_converted_for_every_size_of_image():
     model, images = make(), torch.randn(3, 2, 3, 96, 96)
     with pytest.raises(ConversionError, match=r"'blocks\.0\.attn' \(XCA.*pass bias=VisibleKeysLinearBias"):
         convert(model, list(images))
-    convert(model, list(images), bias=VisibleKeysLinearBias, refine_steps=2)
+    convert(model, list(images))
     new, larger = make(), torch.randn(2, 3, 128, 128)
     restore(new, model.state_dict())
     torch.testing.assert_close(new(larger), model(larger))

@@ -65,5 +65,5 @@ def test_the_advice_of_a_refusal_works(architecture, works):
         (call,) = re.findall(r"sigattn\.(convert\(model, example=.*?\)) with arguments", message)
         report = eval(call, {"convert": convert, "model": model, "example": example})
         assert any(entry.outcome == "converted" for entry in report.softmax)
-        assert ("allow_softmax" in call) == (works == "some")
+        assert ("keep" in call) == (works == "some")
         assert runs(model, example)

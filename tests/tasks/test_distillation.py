@@ -1,7 +1,5 @@
 """Distillation: the loss is the task's plus the divergence from the teacher, for the inputs that the task gives."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -40,39 +38,6 @@ def test_language_model(tmp_path):
     assert not any(p.requires_grad for p in task._teacher.parameters())
     assert not model._forward_hooks
     task.build(LANGUAGE)
-
-
-def test_outputs_of_attention_layers():
-    """Their relative errors are added; the deeper layer's inputs differ, too."""
-    teacher, model = (LanguageModel(dataclasses.replace(LANGUAGE, num_layers=2)) for _ in range(2))
-    batch = language_batch()
-    without = distillation_loss(LanguageModelling(), model, batch, teacher, 1.0)
-    loss = distillation_loss(LanguageModelling(), model, batch, teacher, 1.0, layer_weight=0.5)
-    outputs = []
-    for module in (teacher, model):
-        for block in module.blocks:
-            block.attention.register_forward_hook(lambda _, __, out: outputs.append(out.double()))
-        module(batch[0])
-    errors = [((outputs[i + 2] - outputs[i]).norm() / outputs[i].norm()).square() for i in range(2)]
-    torch.testing.assert_close(loss - without, 0.5 * torch.stack(errors).mean().float(), rtol=1e-5, atol=1e-5)
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    assert all(p.grad is None for p in teacher.parameters())
-
-
-def test_other_attention_layers_are_refused(tmp_path):
-    saving.save(LanguageModel(dataclasses.replace(LANGUAGE, num_layers=2)), tmp_path)
-    task = Distillation(task=LanguageModelling(), teacher=str(tmp_path), layer_weight=1.0)
-    with pytest.raises(SettingsError, match=r"same sigattn\.nn\.Attention layers; got .'blocks\.0\.attention'. and"):
-        task.loss(LanguageModel(LANGUAGE), language_batch())
-
-
-def test_compiled_models_are_refused():
-    """Hooks of their layers would be compiled with them."""
-    model = LanguageModel(LANGUAGE)
-    model.compile(backend="eager")
-    with pytest.raises(SettingsError, match="does not support compiled models"):
-        distillation_loss(LanguageModelling(), model, language_batch(), LanguageModel(LANGUAGE), 1.0, layer_weight=1.0)
 
 
 def test_documents_reach_the_teacher():

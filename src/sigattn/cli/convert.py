@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -18,7 +18,6 @@ from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models import saving
 from sigattn.nn.evaluation import evaluation_mode
-from sigattn.nn.fitted_bias import FITTED
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES
@@ -44,15 +43,10 @@ class ConvertConfig:
         tokenizer: tokenizer file of a language model whose vocabulary is not bytes; None for the run's own.
         folder: folder for model, conversion.json, metrics and checkpoints; None for the source and "-sigmoid".
         batches: number of training batches for the fit; a quarter of them is held out.
-        refine_steps: number of steps that refine the fit by the error of the layers' outputs; 0 for none.
-        bias: class of the biases: with a term in each query and a scale of the output, or of the number of visible keys
-            only, which costs no time and is further from softmax until it is trained.
         steps: number of steps of fine-tuning; 0 for none.
         learning_rate: peak learning rate of the fine-tuning.
         distil: weight of the divergence of the outputs from the softmax model's in the loss of the fine-tuning; 0 for
             none.
-        distil_layers: weight of the error of the attention layers' outputs, compared with the softmax model's, in that
-            loss; 0 for none. It needs distil.
         batch_size: samples of a batch (seconds, for speech); None for the run's own.
         resume: continue the fine-tuning from its last checkpoint.
     """
@@ -62,26 +56,20 @@ class ConvertConfig:
     tokenizer: Path | None = None
     folder: Path | None = None
     batches: int = 8
-    refine_steps: int = 64
-    bias: Literal["QuadraticBias", "VisibleKeysLinearBias"] = "QuadraticBias"
     steps: int = 0
     learning_rate: float = 1e-3
     distil: float = 0.0
-    distil_layers: float = 0.0
     batch_size: int | None = None
     resume: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "batches", "batch_size")
-        check_at_least(0, self, "steps", "refine_steps")
+        check_at_least(0, self, "steps")
         check_positive(self, "learning_rate")
         check_not_negative(self, "distil")
-        check_not_negative(self, "distil_layers")
-        for name in ("learning_rate", "distil", "distil_layers", "resume"):
+        for name in ("learning_rate", "distil", "resume"):
             if not self.steps and getattr(self, name) != getattr(ConvertConfig, name):
                 raise SettingsError(f"{name} applies to the fine-tuning only: pass steps too", "steps")
-        if self.distil_layers and not self.distil:
-            raise SettingsError("distil_layers adds to the distillation of the outputs: pass distil too", "distil")
 
 
 def convert_run(options: ConvertConfig) -> None:
@@ -94,8 +82,7 @@ def convert_run(options: ConvertConfig) -> None:
     check_output_folder(options.folder)
     task = recipe.task
     if options.distil:
-        weights = {"weight": options.distil, "layer_weight": options.distil_layers}
-        task = Distillation(task=task, teacher=str(model_folder.resolve()), **weights)
+        task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
     if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
         raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
     if not options.resume:
@@ -208,9 +195,7 @@ def _convert(
         before = evaluate()
     with console.status("fitting the bias"):
         batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(options.batches)]
-        report = convert(
-            model, batches, loss=recipe.task.loss, refine_steps=options.refine_steps, bias=FITTED[options.bias]
-        )
+        report = convert(model, batches, loss=recipe.task.loss)
     console.print(str(report), highlight=False, markup=False, soft_wrap=True)
     with console.status("evaluating the converted model"):
         return model, report, {"softmax": before, "converted": evaluate()}

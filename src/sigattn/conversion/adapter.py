@@ -29,8 +29,12 @@ class Adapter(Protocol):
     def observe(self, attend: Attend) -> AbstractContextManager[None]:
         """Within the context, let ``attend`` answer every call of the layers; the model is unchanged after it."""
 
-    def swap(self, biases: Mapping[str, AttentionBias | None]) -> None:
-        """Give each layer sigmoid attention with its bias, in place; all layers or, if it raises, none."""
+    def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
+        """Give each layer that has a bias sigmoid attention with it, in place; all of them or, if it raises, none.
+
+        Other layers keep their softmax, also in ``self.softmax``. ``normalize``: divide the weights of each query by
+        their sum.
+        """
 
 
 def refuse_offloaded(layers: Mapping[str, nn.Module]) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sigattn.conversion.fit import finite_statistics
 from sigattn.conversion.report import HeadReport, LayerReport
-from sigattn.conversion.row_statistics import RowStatistics, row_statistics
-from sigattn.nn.bias import AttentionBias, BatchLengthBias
+from sigattn.conversion.row_statistics import RowStatistics, is_padding
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.ops.autocast import without_autocast
-from sigattn.ops.problem import Problem
 
 
 class _LayerMeasurement:
@@ -22,60 +22,103 @@ class _LayerMeasurement:
     def __init__(self, num_heads: int) -> None:
         options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         self.moments: Tensor = torch.zeros(5, num_heads, **options)  # rows, Σ y, Σ y², Σ (y - b), Σ (y - b)²
-        self.squares: Tensor = torch.zeros(3, **options)  # ‖O‖², ‖O_log_n - O‖², ‖O_fitted - O‖²
+        self.squares: Tensor = torch.zeros(2, **options)  # ‖O‖², ‖O_fitted - O‖²
 
-    def update(self, rows: RowStatistics, bias: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Add a call: its rows, the bias (B, Hq, N) of each, and the outputs of softmax, b = -log n and this bias."""
+    def update(self, rows: RowStatistics, bias: Tensor, exact: Tensor, fitted: Tensor) -> None:
+        """Add a call: its rows, the bias (B, Hq, N) of each, and the layer's outputs with softmax and this bias."""
         y = torch.where(rows.counted, -rows.lse, 0).double().cpu()
         missed = torch.where(rows.counted, y - bias.double().cpu(), 0)
         counted = rows.counted.double().cpu()
         self.moments += torch.stack([t.sum((0, 2)) for t in (counted, y, y.square(), missed, missed.square())])
-        exact, *others = (t.double().cpu() for t in outputs)
-        if exact.shape[:-1] == rows.counted.shape:
-            exact, *others = (t * counted.unsqueeze(-1) for t in (exact, *others))
-        self.squares += torch.stack([t.square().sum() for t in (exact, *(o - exact for o in others))])
+        self.squares += squared_norms(exact, fitted)
 
-    def report(self, name: str, bias: Any) -> LayerReport:
+    def report(self, name: str, bias: VisibleKeysLinearBias) -> LayerReport:
         """Return the report of the layer with its fitted bias."""
         count, total, square, missed, missed_square = self.moments
         variance, left = (s - t.square() / count.clamp(min=1) for s, t in ((square, total), (missed_square, missed)))
         r2 = torch.where(variance > 1e-9 * square, 1 - left / variance, torch.nan)
-        log_n, fitted = (self.squares[1:] / self.squares[0]).sqrt().tolist()
         heads = zip(r2.tolist(), bias.constant.tolist(), bias.slope.tolist(), strict=True)
-        return LayerReport(name, tuple(HeadReport(*head) for head in heads), log_n, fitted)
+        return LayerReport(name, tuple(HeadReport(*head) for head in heads), relative_error(self.squares))
 
 
 def measure_layers(
-    run: Callable[[Attend], float | None], biases: Mapping[str, AttentionBias]
+    run: Callable[[Attend], float | None], biases: Mapping[str, VisibleKeysLinearBias]
 ) -> tuple[list[LayerReport], float | None]:
-    """Return the report of each layer and the loss of the softmax model; ``run`` runs the held-out batches."""
-    log_n = BatchLengthBias()
-    layers: dict[str, _LayerMeasurement] = {}
+    """Return the report of each layer and the loss of the softmax model; ``run`` runs the held-out batches.
+
+    The inputs of each layer are those of the softmax model, so that the errors do not add up.
+    """
+    layers = {name: _LayerMeasurement(bias.num_heads) for name, bias in biases.items()}
 
     def observe(call: AttentionCall) -> Any:
+        bias = biases[call.name]
         with without_autocast(call.problem.query.device.type):
-            rows, bias = row_statistics(call.problem), biases[call.name]
+            rows = finite_statistics(call)
         result = call.softmax()
-        outputs = [result, call.sigmoid(log_n), call.sigmoid(bias)]
-        outputs = [o if isinstance(o, Tensor) else o[0] for o in outputs]
-        measurement = layers.setdefault(call.name, _LayerMeasurement(rows.lse.shape[1]))
-        measurement.update(rows, evaluate_rows(bias, call.problem, rows), outputs)
+        exact, fitted = (_first_tensor(r) for r in (result, call.normalized(bias)))
+        padding = is_padding(call.problem)
+        if padding is not None and exact.shape[:-1] == call.problem.query.shape[:-1]:
+            exact, fitted = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, fitted))
+        b = bias(visible=rows.visible.unsqueeze(-1)).squeeze(-1).expand(rows.lse.shape)
+        layers[call.name].update(rows, b, exact, fitted)
         return result
 
     loss = run(observe)
     return [layers[name].report(name, bias) for name, bias in biases.items()], loss
 
 
-def evaluate_rows(bias: AttentionBias, problem: Problem, rows: RowStatistics) -> Tensor:
-    """Return b of each row of a call, (B, Hq, N)."""
-    query = problem.query
-    b = bias(
-        query.shape[2],
-        problem.key.shape[2],
-        query_offset=problem.query_offset,
-        key_lengths=problem.key_lengths,
-        device=query.device,
-        visible=rows.visible.unsqueeze(-1),
-        query=query,
-    )
-    return torch.as_tensor(b, device=query.device).expand(*query.shape[:3], 1).squeeze(-1)
+class OutputRecorder:
+    """Record of the floating-point tensors that a model returns, while it is used as a context.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: nn.Module = model
+        self.outputs: list[Tensor] = []
+
+    def __enter__(self) -> list[Tensor]:
+        self.hook = self.model.register_forward_hook(lambda *call: self.outputs.extend(_floats(call[2])))
+        return self.outputs
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+
+def output_change(softmax: Sequence[Tensor], converted: Sequence[Tensor]) -> float | None:
+    """Return ‖converted - softmax‖ / ‖softmax‖ of a model's outputs; None if they cannot be compared."""
+    if not softmax or [t.shape for t in softmax] != [t.shape for t in converted]:
+        return None
+    pairs = zip(softmax, converted, strict=True)
+    return relative_error(torch.stack([squared_norms(a, b) for a, b in pairs]).sum(0))
+
+
+def squared_norms(exact: Tensor, other: Tensor) -> Tensor:
+    """Return ‖exact‖² and ‖other - exact‖², float64."""
+    exact, other = exact.double().cpu(), other.double().cpu()
+    return torch.stack([exact.square().sum(), (other - exact).square().sum()])
+
+
+def relative_error(squares: Tensor) -> float:
+    """Return the root of the second of two squared norms over the first."""
+    return float((squares[1] / squares[0]).sqrt())
+
+
+def _first_tensor(result: Any) -> Tensor:
+    """Return the output of a layer that may return more, such as its weights."""
+    out: Tensor = result if isinstance(result, Tensor) else result[0]
+    return out
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in an output: a tensor, or sequences and mappings of them, but no loss."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point() and output.dim():
+            yield output.detach()
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floats(value)
+    elif isinstance(output, Sequence) and not isinstance(output, str):
+        for value in output:
+            yield from _floats(value)

@@ -26,7 +26,7 @@ from sigattn.models.transformer import Transformer
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import AttentionBias, BatchLengthBias, ConstantBias, LearnableBias, VisibleKeysBias
-from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.observer import Attend, AttentionCall, CallObserver
 from sigattn.nn.run_search import Example
@@ -39,7 +39,7 @@ class ModuleAdapter:
 
     Args:
         model: the model. example: arguments of its forward, or a function that runs it; None to search its code only.
-        allow_softmax: names, or patterns of names, of layers that keep their softmax.
+        keep: names, or patterns of names, of layers that keep their softmax.
         fitted: True if batches run the model: every attention must then be called.
     """
 
@@ -47,22 +47,23 @@ class ModuleAdapter:
         self,
         model: nn.Module,
         example: Example | None = None,
-        allow_softmax: Sequence[str] = (),
+        keep: Sequence[str] = (),
         *,
         fitted: bool = True,
     ) -> None:
         self.model: nn.Module = model
         self.example: Example | None = example
-        self.allow_softmax: Sequence[str] = allow_softmax
+        self.keep: Sequence[str] = keep
         self.fitted: bool = fitted
         self.softmax: tuple[SoftmaxLayer, ...] = ()
+        self.names: list[str] = []
         self.library: dict[str, Attention] = {}  # layers of this library
         self.called: list[Finding] = []  # layers that call PyTorch's functions
         self.staying: list[Finding] = []
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
-        attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self._allowed(n)}
+        attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self._kept(n)}
         library = {name: layer for name, layer in attention.items() if _is_softmax(name, layer)}
         with enable_fused_attention(self.model, restore=True):
             findings = find_softmax(self.model, self.example)
@@ -70,15 +71,15 @@ class ModuleAdapter:
         self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
         converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.outcome == "converted"]
         self.staying = [f for f in findings if f not in converted and f.called]
-        if refused := [f for f in self.staying if f.attention and not self._allowed(f.name)]:
+        if refused := [f for f in self.staying if f.attention and not self._kept(f.name)]:
             raise ConversionError(
                 f"convert: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. "
                 "Let them use F.scaled_dot_product_attention (a flag such as fused_attn=True or "
                 'attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention. To keep their softmax, pass '
-                "their names, or patterns, as allow_softmax"
+                "their names, or patterns, as keep"
                 + (". Only the code was examined: pass example=(...)" if self.example is None else "")
             )
-        if self.fitted and (uncalled := [f for f in findings if not f.called]):
+        if self.fitted and (uncalled := [f for f in findings if not (f.called or self._kept(f.name))]):
             raise ConversionError(
                 f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
                 "batches that come to it"
@@ -91,7 +92,8 @@ class ModuleAdapter:
         names = {*self.library, *(f.name for f in self.called)}
         if not names:
             raise ConversionError(self._nothing_to_convert())
-        return [name for name, _ in self.model.named_modules() if name in names]
+        self.names = [name for name, _ in self.model.named_modules() if name in names]
+        return self.names
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
@@ -109,13 +111,15 @@ class ModuleAdapter:
             for layer in self.library.values():
                 layer.attention_fn = functional.attend
 
-    def swap(self, biases: Mapping[str, AttentionBias | None]) -> None:
-        """Give each layer sigmoid attention with its bias; see ``Adapter``.
+    def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
+        """Give layers sigmoid attention with their biases; see ``Adapter``.
 
         Raises:
-            ConversionError: if the bias needs lengths or ALiBi, which a layer's calls do not give, or if it is none
-                that the model's configuration can name.
+            ConversionError: if the bias needs lengths or ALiBi, which a layer's calls do not give; if the model's
+                configuration can name neither it nor that some layers keep softmax; or if a layer that keeps softmax is
+                within a converted one.
         """
+        self._keep_softmax([name for name in self.names if name not in biases])
         placed = {
             name: None if bias is None else bias.to(next(self.model.get_submodule(name).parameters(), _ON_CPU).device)
             for name, bias in biases.items()
@@ -128,31 +132,36 @@ class ModuleAdapter:
                     "bias (None is -log of the number of visible keys)"
                 )
         of_library = {name: placed[name] or VisibleKeysBias() for name in self.library}
-        configs = _converted_configs(self.model, next(iter(of_library.values()))) if of_library else []
+        configs = _converted_configs(self.model, of_library, normalize) if of_library else []
         with enable_fused_attention(self.model):
-            replace_layers(self.model, self.called, self.staying, placed)
+            replace_layers(self.model, self.called, self.staying, placed, normalize)
         for name, layer in self.library.items():
-            layer.activation, layer.attention_bias = "sigmoid", of_library[name]
+            layer.activation, layer.attention_bias, layer.normalize = "sigmoid", of_library[name], normalize
         for part, config in configs:
             part.config = config
 
+    def _keep_softmax(self, names: Sequence[str]) -> None:
+        """Let these of the layers keep their softmax."""
+        if not names:
+            return
+        self.softmax = tuple(dataclasses.replace(s, outcome="kept") if s.name in names else s for s in self.softmax)
+        self.library = {name: layer for name, layer in self.library.items() if name not in names}
+        self.staying += [f for f in self.called if f.name in names]
+        self.called = [f for f in self.called if f.name not in names]
+        self._check_nesting()
+
     def _outcome(self, finding: Finding) -> Any:
-        if self._allowed(finding.name):
-            return "allowed"
+        if self._kept(finding.name):
+            return "kept"
         if not finding.called:
             return "not called"
         return "converted" if finding.replaceable else "not attention"
 
-    def _allowed(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_softmax)
+    def _kept(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
 
     def _check_patterns(self, findings: Sequence[Finding]) -> None:
-        unused = [p for p in self.allow_softmax if not fnmatch.filter([f.name for f in findings], p)]
-        if unused:
-            names = ", ".join(repr(f.name) for f in findings) or "none"
-            raise ConversionError(
-                f"convert: allow_softmax={unused} matches no layer with a softmax; there are: {names}"
-            )
+        check_patterns(self.keep, [f.name for f in findings])
 
     def _check_nesting(self) -> None:
         """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""
@@ -161,8 +170,8 @@ class ModuleAdapter:
             modules = set(outer.module.modules()) - {outer.module}
             if inside := [f.name for f in softmax if f.module in modules]:
                 raise ConversionError(
-                    f"convert: {outer.name!r} is converted and contains {', '.join(inside)}, allowed to stay softmax: "
-                    "allow both or neither"
+                    f"convert: {outer.name!r} is converted and contains {', '.join(inside)}, which keeps its softmax: "
+                    "keep both or neither"
                 )
 
     def _nothing_to_convert(self) -> str:
@@ -177,28 +186,11 @@ class ModuleAdapter:
             return f"convert: {kind} has sigmoid attention already ({shown}) and no softmax attention"
         message = f"convert: {kind} has no softmax attention that can be replaced"
         if self.staying:
-            message += f". These compute a softmax that was allowed, or is not an attention's: {listed(self.staying)}"
+            message += f". These compute a softmax that is kept, or is not an attention's: {listed(self.staying)}"
         return message + ("" if self.example else ". Pass example=(...) to find attention by running the model")
 
 
 _ON_CPU = torch.empty(0, device="cpu")
-
-
-def is_over_channels(model: nn.Module, call: AttentionCall) -> bool:
-    """Return True if a call's queries are channels and their features positions (XCiT), as its layer's weights tell.
-
-    A bias with a coefficient for each feature would tie such a model to the number of positions of the batches.
-    Ordinary attention has as many features, of all heads, as one of the layer's weights; here it is as many queries. A
-    layer without weights is judged by the layer around it. Where both numbers are sizes of the weights, the answer is
-    False, and the bias raises for inputs of another size.
-    """
-    name, (_, heads, queries, features) = call.name, call.problem.query.shape
-    while not (matrices := [p for p in model.get_submodule(name).parameters() if sum(s > 1 for s in p.shape) > 1]):
-        if not name:
-            return False
-        name = name.rpartition(".")[0]
-    sizes = {size for p in matrices for size in p.shape}
-    return heads * features not in sizes and heads * queries in sizes
 
 
 def _is_softmax(name: str, layer: Attention) -> bool:
@@ -223,33 +215,49 @@ def _answer(
 ) -> Tensor:
     """Answer a call of an ``Attention``, as its ``attention_fn``."""
 
-    def sigmoid(bias: AttentionBias) -> Tensor:
+    def normalized(bias: AttentionBias) -> Tensor:
         b = layer.evaluate_bias(bias, query, key.shape[2], spec)
-        return bias.scaled(functional.attend("sigmoid", query, key, value, spec._replace(bias=b)))
+        return bias.scaled(functional.attend("sigmoid", query, key, value, spec._replace(bias=b, normalize=True)))
 
     if spec.left_padding is not None:
         raise ConversionError(f"convert: {name!r} was called with a cache of padded prompts: pass batches without")
     problem = functional.make_problem(query, key, value, spec)._replace(bias=None)
-    call = AttentionCall(name, problem, lambda: functional.attend("softmax", query, key, value, spec), sigmoid)
+    call = AttentionCall(name, problem, lambda: functional.attend("softmax", query, key, value, spec), normalized)
     result: Tensor = attend(call)
     return result
 
 
-def _converted_configs(model: nn.Module, bias: AttentionBias) -> list[tuple[Any, Any]]:
+def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], normalize: bool) -> list[tuple[Any, Any]]:
     """Return this library's models in a model whose attention is softmax, with their configurations after the swap.
 
     Raises:
-        ConversionError: if no setting of a configuration makes such a bias.
+        ConversionError: if no setting of a configuration makes such a bias, or some layers of a model keep softmax.
     """
     pairs: list[tuple[Any, Any]] = []
-    for part in model.modules():
+    for path, part in model.named_modules():
         config = part.config if isinstance(part, Transformer) else None
+        encoder = config.encoder if isinstance(config, MaskedAutoencoderConfig) else None
+        settings = {**_settings(next(iter(biases.values()))), "normalize": normalize}
         if isinstance(config, TransformerConfig) and config.activation == "softmax":
-            pairs.append((part, dataclasses.replace(config, **_settings(bias))))
-        elif isinstance(config, MaskedAutoencoderConfig) and config.encoder.activation == "softmax":
-            encoder = dataclasses.replace(config.encoder, **_settings(bias))
-            pairs.append((part, dataclasses.replace(config, encoder=encoder)))
+            pairs.append((part, dataclasses.replace(config, **settings)))
+        elif encoder is not None and encoder.activation == "softmax":
+            pairs.append((part, dataclasses.replace(config, encoder=dataclasses.replace(encoder, **settings))))
+        else:
+            continue
+        layers = (f"{path}.{name}".removeprefix(".") for name, m in part.named_modules() if isinstance(m, Attention))
+        if kept := [name for name in layers if name not in biases]:
+            raise ConversionError(
+                f"convert: {type(part).__name__} would keep softmax in {', '.join(map(repr, kept))}, but its "
+                "configuration has one kind of attention for all layers: keep all of its layers, or none"
+            )
     return pairs
+
+
+def check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConversionError for names, or patterns of names, of layers to keep that no layer with a softmax has."""
+    if unused := [pattern for pattern in keep if not fnmatch.filter(names, pattern)]:
+        listed_names = ", ".join(map(repr, names)) or "none"
+        raise ConversionError(f"convert: keep={unused} matches no layer with a softmax; there are: {listed_names}")
 
 
 def _settings(bias: AttentionBias) -> dict[str, Any]:
@@ -271,5 +279,4 @@ _RULES: dict[type[AttentionBias], tuple[str, str]] = {
     BatchLengthBias: ("log_batch", "no"),
     VisibleKeysBias: ("log_visible", "no"),
     VisibleKeysLinearBias: ("log_visible", "head"),
-    QuadraticBias: ("log_visible", "quadratic"),
 }

@@ -103,12 +103,14 @@ def replace_layers(
     findings: Sequence[Finding],
     staying: Sequence[Finding],
     biases: Mapping[str, AttentionBias | CallObserver | None],
+    normalize: bool = False,
 ) -> None:
     """Replace the classes of the findings' layers.
 
     Args:
         model: the model. findings: layers to replace. staying: layers that keep their softmax.
         biases: bias or observer of each layer's name; None for -log of the number of visible keys.
+        normalize: True to divide the weights of each query by their sum.
     """
     softmax = {f.module for f in staying}
     for finding in findings:
@@ -116,7 +118,7 @@ def replace_layers(
         plain = type(layer) is nn.MultiheadAttention
         kind: Any = type(layer)
         layer.__class__ = SigmoidMultiheadAttention if plain else sigmoid_class(kind)
-        layer.sigmoid_bias = biases[finding.name]
+        layer.sigmoid_bias, layer.sigmoid_normalize = biases[finding.name], normalize
         if not plain:
             layer.softmax_allowed = any(m in softmax for m in layer.modules())
     for module in model.modules():
@@ -137,7 +139,7 @@ def observed_layers(
     finally:
         for layer, kind in kinds:
             layer.__class__ = kind
-            for name in ("sigmoid_bias", "softmax_allowed"):
+            for name in ("sigmoid_bias", "sigmoid_normalize", "softmax_allowed"):
                 vars(layer).pop(name, None)
         for encoder, nested in encoders:
             encoder.use_nested_tensor = nested

@@ -28,15 +28,15 @@ class SoftmaxLayer:
     Attributes:
         name: name within the model ("" for the model itself). kind: name of its class before. call: the function that
             computed the softmax.
-        outcome: "converted" to sigmoid attention, or the reason for which it still computes a softmax: "allowed" (by
-            ``allow_softmax``), "not attention", or "not called": its code can call the function, but the example, which
-            runs the layer, does not come to it.
+        outcome: "converted" to sigmoid attention, or the reason for which it still computes a softmax: "kept" (by
+            ``keep`` or ``max_error``), "not attention", or "not called": its code can call the function, but the
+            example, which runs the layer, does not come to it.
     """
 
     name: str
     kind: str
     call: str
-    outcome: Literal["converted", "allowed", "not attention", "not called"]
+    outcome: Literal["converted", "kept", "not attention", "not called"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HeadReport:
     Attributes:
         r2: share of the variance of -lse over the held-out rows that the bias explains, up to a constant; NaN if -lse
             is constant.
-        constant, slope: c and a of the bias c + a · log(visible keys) + …
+        constant, slope: c and a of the bias c + a · log(visible keys).
     """
 
     r2: float
@@ -61,13 +61,12 @@ class LayerReport:
     Attributes:
         name: name of the layer within the model.
         heads: fit of each head.
-        error_log_n: ‖O_sigmoid - O_softmax‖ / ‖O_softmax‖ of the attention's output on the same inputs, b = -log n.
-        error: the same with the fitted bias.
+        error: ‖O - O_softmax‖ / ‖O_softmax‖ of the layer's output with the fitted bias, on the inputs of the softmax
+            model.
     """
 
     name: str
     heads: tuple[HeadReport, ...]
-    error_log_n: float
     error: float
 
 
@@ -77,20 +76,21 @@ class ConversionReport:
 
     Attributes:
         softmax: each layer that computed a softmax, and its outcome; for models of transformers, its attention layers.
-        layers: fit of each converted layer. Without batches it is empty, and the attributes below have no meaning.
+        layers: fit of each layer, also of those that ``max_error`` keeps. Without batches it is empty, and the
+            attributes below have no meaning.
+        change: ‖y - y_softmax‖ / ‖y_softmax‖ of the model's floating-point outputs y over the held-out batches; None if
+            it returned none.
         loss_softmax: mean loss of the softmax model over the held-out batches; None if the batches have no loss.
-        loss_log_n: loss with sigmoid attention and b = -log n, which may not be finite. loss: loss of the converted
-            model.
-        num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from,
-            which also decide between the forms of bias and scale.
+        loss: that of the converted model.
+        num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from.
         held_out: False if there was one batch only, which is then used for both.
         seconds: time that the conversion took.
     """
 
     softmax: tuple[SoftmaxLayer, ...]
     layers: tuple[LayerReport, ...] = ()
+    change: float | None = None
     loss_softmax: float | None = None
-    loss_log_n: float | None = None
     loss: float | None = None
     num_batches: int = 0
     num_held_out: int = 0
@@ -105,14 +105,15 @@ class ConversionReport:
         sentences = []
         if not self.held_out:
             sentences.append("There was one batch only, so errors and losses are those of the batch of the fit.")
-        if poor := [layer.name for layer in self.layers if not layer.error < POOR_ERROR]:
+        kept = {layer.name for layer in self.softmax if layer.outcome == "kept"}
+        if poor := [s.name for s in self.layers if not s.error < POOR_ERROR and s.name not in kept]:
             sentences.append(
-                f"The outputs of {', '.join(poor)} differ from softmax's by {POOR_ERROR:.0%} or more: the bias does "
-                "not follow rows in which single keys dominate. Train the model further before use."
+                f"The outputs of {', '.join(poor)} differ from softmax's by {POOR_ERROR:.0%} or more, because the "
+                "denominators of their rows differ too much for one bias of a head. Train the model further before "
+                f"use, or let them keep softmax: max_error={POOR_ERROR:g}."
             )
-        if self.loss is None or self.loss_softmax is None:
-            sentences.append("There was no loss, so the effect on it was not measured: pass loss to convert.")
-        elif self.loss - self.loss_softmax > (POOR_LOSS - 1) * abs(self.loss_softmax):
+        before, after = self.loss_softmax, self.loss
+        if before is not None and after is not None and after - before > (POOR_LOSS - 1) * abs(before):
             sentences.append(
                 f"The loss rose from {self.loss_softmax:.4g} to {self.loss:.4g}: fine-tune the model, for example for "
                 "a tenth of its original steps."
@@ -124,18 +125,17 @@ class ConversionReport:
         lines = _aligned([(s.name or "(model)", s.kind, s.call, s.outcome) for s in listed], str.ljust)
         if not self.layers:
             return "\n".join(lines)
-        rows = [("layer", "R² (min … max)", "c", "a", "error, −log n", "error, fitted")]
+        rows = [("layer", "R² (min … max)", "c", "a", "error")]
         for layer in self.layers:
             r2, c, a = (
                 _range(values) for values in zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True)
             )
-            rows.append((layer.name or "(model)", r2, c, a, f"{layer.error_log_n:.1%}", f"{layer.error:.1%}"))
+            rows.append((layer.name or "(model)", r2, c, a, f"{layer.error:.2%}"))
         lines = [*_aligned(rows, str.rjust), *lines]
+        if self.change is not None:
+            lines.append(f"change of the model's output: {self.change:.2%}")
         if self.loss_softmax is not None:
-            lines.append(
-                f"loss: {self.loss_softmax:.4f} with softmax, {self.loss_log_n:.4f} with b = −log n, "
-                f"{self.loss:.4f} converted"
-            )
+            lines.append(f"loss: {self.loss_softmax:.4f} with softmax, {self.loss:.4f} converted")
         lines.append(f"converted in {self.seconds:.1f} s")
         return "\n".join([*lines, *self.warnings])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from sigattn.conversion.adapter import refuse_distributed, refuse_offloaded
 from sigattn.conversion.modules import ModuleAdapter
 from sigattn.conversion.report import ConversionError
-from sigattn.nn.bias import AttentionBias
-from sigattn.nn.fitted_bias import FITTED
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 _ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a layer
 
@@ -22,10 +20,10 @@ _ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a l
 def restore(
     model: nn.Module, state: Mapping[str, Tensor], example: Sequence[Any] | Mapping[str, Any] | None = None
 ) -> None:
-    """Convert a softmax model as the model of a state dict was converted, in place, and load the state dict.
+    """Convert a softmax model as ``convert`` converted that of a state dict with batches, in place, and load it.
 
     Models of this library have folders (``sigattn.models.saving``), and transformers' models ``from_pretrained``; this
-    is for all others that ``convert`` converted with batches.
+    is for all others. Layers without a fitted bias in the state dict keep softmax.
 
     Args:
         model: a softmax model of the same class and sizes, such as a new one. state: from a model that ``convert``
@@ -44,13 +42,13 @@ def restore(
     adapter = ModuleAdapter(model, example)
     names = adapter.layers()
     refuse_offloaded({name: model.get_submodule(name) for name in names})
-    if set(names) != set(biases):
-        softmax, fitted = (", ".join(map(repr, given)) for given in (names, biases))
+    if not biases or not set(biases) <= set(names):
+        softmax, fitted = (", ".join(map(repr, of)) for of in (names, biases))
         raise ConversionError(
             f"restore: {type(model).__name__} has softmax attention in {softmax}, and the state dict has fitted biases "
-            f"for {fitted or 'no layer'}: pass the state dict of the same model, converted"
+            f"for {fitted or 'no layer'}: pass the state dict of the same model, converted with batches"
         )
-    adapter.swap(biases)
+    adapter.swap(biases, True)
     model.load_state_dict(state)
 
 
@@ -64,24 +62,16 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return by_layer
 
 
-def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:
-    """Return a new bias of the class and sizes of these parameters.
+def _bias(parameters: Mapping[str, Tensor]) -> VisibleKeysLinearBias:
+    """Return a new bias with the sizes of these parameters.
 
     Raises:
-        ConversionError: if no bias of ``sigattn.nn.fitted_bias`` has them.
+        ConversionError: if they are not those of a fitted bias.
     """
-    num_heads = len(parameters.get("constant", ()))
-    of_head = {name: len(values) // max(num_heads, 1) for name, values in parameters.items()}
-    sizes = {
-        "num_heads": num_heads,
-        "head_dim": of_head.get("row_scale.direction", 0),
-        "query_dim": of_head.get("query_term.linear", 0),
-    }
-    for kind in FITTED.values():
-        bias = kind(**{name: sizes[name] for name in inspect.signature(kind).parameters})
-        if {n: t.shape for n, t in bias.state_dict().items()} == {n: t.shape for n, t in parameters.items()}:
-            return bias.to(parameters["constant"].dtype)
-    raise ConversionError(
-        f"restore: the state dict has a bias with the parameters {', '.join(parameters)}, which is none of "
-        f"{', '.join(FITTED)}: load it with the version of sigattn that wrote it"
-    )
+    bias = VisibleKeysLinearBias(len(parameters.get("constant", ())))
+    if {n: t.shape for n, t in bias.state_dict().items()} != {n: t.shape for n, t in parameters.items()}:
+        raise ConversionError(
+            f"restore: the state dict has a bias with the parameters {', '.join(parameters)}, which is no "
+            "VisibleKeysLinearBias: load it with the version of sigattn that wrote it"
+        )
+    return bias.to(parameters["constant"].dtype)

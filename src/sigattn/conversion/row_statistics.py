@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,21 +48,3 @@ def is_padding(problem: Problem) -> Tensor | None:  # (B, 1, N)
 def _of_rows(problem: Problem) -> tuple[Tensor, Tensor]:
     logits, visible = reference.masked_logits(problem, "softmax")  # (B, Hq, R, M)
     return logits.masked_fill(~visible, -torch.inf).logsumexp(-1), visible.sum(-1)
-
-
-def row_outputs(problem: Problem, biases: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the outputs of sigmoid attention with each of some biases (B, Hq, N), and of softmax: (B, Hq, N, Dv) each.
-
-    Computed in blocks of rows, in float32 or better; a row without visible keys is 0.
-    """
-    parts = [_outputs(problem.rows(i, stop), [b[:, :, i:stop] for b in biases]) for i, stop in row_blocks(problem)]
-    softmax, *sigmoid = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-    return sigmoid, softmax
-
-
-def _outputs(problem: Problem, biases: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of softmax, and of sigmoid attention with each bias."""
-    logits, visible = reference.masked_logits(problem, "softmax")
-    softmax = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1)
-    weights = [softmax, *((logits + b.unsqueeze(-1)).sigmoid() for b in biases)]
-    return [reference.combine(problem, w.masked_fill(~visible, 0)) for w in weights]

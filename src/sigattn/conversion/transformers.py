@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from sigattn.conversion.modules import check_patterns
 from sigattn.conversion.replacement import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
 from sigattn.integrations.transformers.check import dispatches
-from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, restored
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, restored
 from sigattn.integrations.transformers.selection import configurations, detach
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
 from sigattn.nn.observer import Attend, CallObserver
 from sigattn.nn.softmax_calls import listed
 from sigattn.nn.visible_keys import evaluate_bias
-from sigattn.ops import reference
-from sigattn.ops.problem import Problem
 
 
 class TransformersAdapter:
@@ -30,11 +29,13 @@ class TransformersAdapter:
 
     Args:
         model: the model. run: runs the model on one batch, in evaluation mode; None without batches.
+        keep: names, or patterns of names, of layers that keep their softmax.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object] | None) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[], object] | None, keep: Sequence[str] = ()) -> None:
         self.model: nn.Module = model
         self.run: Callable[[], object] | None = run
+        self.keep: Sequence[str] = keep
         self.roots: list[PreTrainedModel] = find_roots(model)
         self.names: dict[nn.Module, str] = {}
         self.softmax: tuple[SoftmaxLayer, ...] = ()
@@ -56,11 +57,18 @@ class TransformersAdapter:
         self.names = {m: name for name, m in self.model.named_modules() if m in inside and dispatches(m)}
         if not self.names:
             raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
+        check_patterns(self.keep, list(self.names.values()))
+        names = [n for n in self.names.values() if not any(fnmatch.fnmatchcase(n, pattern) for pattern in self.keep)]
+        self._set_outcomes(names)
+        if not names:
+            raise ConversionError(f"convert: keep={list(self.keep)} leaves no attention to convert")
+        return names
+
+    def _set_outcomes(self, converted: Collection[str]) -> None:
         self.softmax = tuple(
-            SoftmaxLayer(name, type(layer).__name__, "attention interface", "converted")
-            for layer, name in self.names.items()
+            SoftmaxLayer(n, type(layer).__name__, "attention interface", "converted" if n in converted else "kept")
+            for layer, n in self.names.items()
         )
-        return list(self.names.values())
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
@@ -73,37 +81,47 @@ class TransformersAdapter:
             if layer not in self.names:
                 raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
 
-            def sigmoid(bias: AttentionBias) -> Tensor:
+            def normalized(bias: AttentionBias) -> Tensor:
                 b = evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
-                return bias.scaled(call.sigmoid(b))
+                return call.sigmoid(b, normalize=True)
+
+            if self.names[layer] in kept:
+                return call.softmax()
 
             result: Tensor = CallObserver(self.names[layer], attend).answer(
                 *(call.query, call.key, call.value, call.mask),
-                softmax=_softmax,
-                sigmoid=sigmoid,
+                softmax=lambda _: call.softmax(),
+                normalized=normalized,
                 is_causal=call.causal,
                 scale=call.scale,
                 softcap=call.softcap,
             )
             return result
 
+        kept = {layer.name for layer in self.softmax if layer.outcome == "kept"}
         with contextlib.ExitStack() as stack:
             for root in self.roots:
                 stack.enter_context(_selected(root))
             with interface.observed_by(answer):
                 yield
 
-    def swap(self, biases: Mapping[str, AttentionBias | None]) -> None:
-        """Give each layer sigmoid attention with its bias; see ``Adapter``.
+    def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
+        """Give layers sigmoid attention with their biases; see ``Adapter``.
 
-        A number and None (-log of the visible keys) become the configuration's ``sigmoid_bias``; others must be of
-        ``sigattn.nn.fitted_bias``.
+        A number and None (-log of the visible keys) become the configuration's ``sigmoid_bias``; others must be
+        ``VisibleKeysLinearBias``. A layer that keeps softmax gets ``KeptSoftmax`` in the bias's place.
 
         Raises:
             ConversionError: for another bias; or if transformers ties the weights of layers, and so their biases.
         """
-        learned: dict[Any, Any] = {m: biases[name] for m, name in self.names.items() if _setting(biases[name]) is None}
+        self._set_outcomes(biases)
         settings = {_setting(bias) for bias in biases.values()} - {None}
+        learned: dict[Any, Any] = {}
+        for module, name in self.names.items():
+            if name not in biases:
+                learned[module] = learned_bias.KeptSoftmax()
+            elif _setting(biases[name]) is None:
+                learned[module] = biases[name]
         with restored([config for root in self.roots for config in configurations(root)]), _as_conversion_error():
             try:
                 for layer, bias in learned.items():
@@ -117,6 +135,7 @@ class TransformersAdapter:
                         config.sigmoid_bias = record
                     if not learned:
                         (root.config.sigmoid_bias,) = settings
+                    setattr(root.config, NORMALIZE, normalize)
                     root.set_attn_implementation(NAME)
             except BaseException:
                 for layer in learned:
@@ -164,16 +183,6 @@ def _setting(bias: AttentionBias | None) -> float | str | None:
     except TypeError as error:
         raise ConversionError(f"convert: {error}, a number or None") from error
     return None
-
-
-def _softmax(problem: Problem) -> Tensor:
-    """Return the output of softmax attention, (B, Hq, N, Dv)."""
-    p = problem
-    if p.softcap:
-        return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in reference.row_blocks(p)], 2)
-    mask = p.attn_mask if p.attn_mask is None or p.attn_mask.dtype is torch.bool else p.attn_mask.to(p.query.dtype)
-    options: dict[str, Any] = {"is_causal": p.right == 0, "scale": p.scale, "enable_gqa": True}
-    return F.scaled_dot_product_attention(p.query, p.key, p.value, mask, **options)
 
 
 def _refuse_converted(root: PreTrainedModel) -> None:

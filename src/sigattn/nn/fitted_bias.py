@@ -1,7 +1,8 @@
-"""Biases of models that were converted from softmax attention: b predicts -log of a row's softmax denominator.
+"""Biases that predict -log of a row's softmax denominator, lse: from the visible keys, or from the query, too.
 
 Softmax's weights are p = exp(s - lse), and a sigmoid with b = -lse - m, times e^m, gives p / (1 + p e^-m), which is
-nearly the same. A conversion fits the parameters to -lse - m; in training they learn.
+nearly the same. ``sigattn.convert`` fits ``VisibleKeysLinearBias`` to -lse - m, and the sum of a row takes the place of
+e^m (``sigattn.conversion.fit``); in training the parameters learn.
 
 For a query q and normally distributed keys with mean μ and covariance Σ, lse is log n + τ q·μ + τ² qᵀΣq / 2 (τ: the
 scale), up to sampling: the log of a mean of exp(τ q·k) is its cumulant generating function. ``QuadraticBias`` has this
@@ -236,8 +237,3 @@ def _to_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors in their common dtype, or in float32 if that is less precise."""
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     return tuple(t.to(dtype) for t in tensors)
-
-
-# the kinds of converted models, which configurations name; each keeps its arguments, JSON values, as attributes of the
-# same names
-FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, QuadraticBias)}

@@ -22,11 +22,13 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with sigmoid attention: the same parameters, arguments and results.
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees: padding, in
-    ``key_padding_mask`` or in ``attn_mask``, is not counted. ``add_zero_attn`` changes nothing, because a value of
-    zero adds nothing to a sum. Weights that are returned are those before dropout.
+    ``key_padding_mask`` or in ``attn_mask``, is not counted. With ``sigmoid_normalize`` the weights of each query are
+    divided by their sum; without it ``add_zero_attn`` changes nothing, because a value of zero adds nothing to a sum.
+    Weights that are returned are those before dropout.
     """
 
     sigmoid_bias: AttentionBias | None
+    sigmoid_normalize: bool = False
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -48,8 +50,8 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
 
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
-        rule = "" if self.sigmoid_bias is not None else ", sigmoid_bias=None (-log of the visible keys)"
-        return f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}{rule}"
+        sizes = f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
+        return ", ".join(filter(None, (sizes, describe_settings(self))))
 
     def forward(
         self,
@@ -62,12 +64,13 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and weights as ``nn.MultiheadAttention.forward`` does; the weights do not sum to 1."""
+        """Return output and weights as ``nn.MultiheadAttention.forward`` does."""
         swap = self.batch_first and query.dim() == 3
         if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         out, weights = multi_head_attention_forward(
             self.sigmoid_bias,
+            self.sigmoid_normalize,
             query,
             key,
             value,
@@ -94,8 +97,15 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         return out.transpose(0, 1) if swap else out, weights
 
 
+def describe_settings(layer: Any) -> str:
+    """Return the settings of a converted layer's attention that no submodule shows."""
+    rule = "" if layer.sigmoid_bias is not None else "sigmoid_bias=None (-log of the visible keys)"
+    return ", ".join(filter(None, (rule, "sigmoid_normalize=True" if layer.sigmoid_normalize else "")))
+
+
 def multi_head_attention_forward(
     sigmoid_bias: AttentionBias | CallObserver | None,
+    normalize: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -125,13 +135,14 @@ def multi_head_attention_forward(
     """Compute ``F.multi_head_attention_forward`` with sigmoid attention.
 
     Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as in PyTorch. The separate projections are used if
-    ``in_proj_weight`` is None, too. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
+    ``in_proj_weight`` is None, too. A ``sigmoid_bias`` of None is -log of each sample's visible keys; ``normalize``
+    divides the weights of each query by their sum.
 
     Raises:
         ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, masks of
             shapes that PyTorch refuses, or ``is_causal`` without the mask that it describes.
     """
-    arguments = {name: value for name, value in locals().items() if name != "sigmoid_bias"}
+    arguments = {name: value for name, value in locals().items() if name not in ("sigmoid_bias", "normalize")}
     if static_k is not None or static_v is not None:
         raise ValueError("sigmoid multi_head_attention_forward does not support static_k and static_v; pass None")
     if is_causal and attn_mask is None:
@@ -156,13 +167,18 @@ def multi_head_attention_forward(
     _check_masks(attn_mask, key_padding_mask, (key.shape[0], num_heads, q.shape[2], key.shape[1]))
     if isinstance(sigmoid_bias, CallObserver):
         return _observed(sigmoid_bias, q, k, v, arguments)
+    has_zero_key = add_zero_attn and normalize
+    if has_zero_key:  # whose weight counts in the sum
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
-    masked_otherwise = key_padding_mask is not None or bias_k is not None  # the learned key follows the causal ones
+    # the learned key and that of zeros follow the causal ones
+    masked_otherwise = key_padding_mask is not None or bias_k is not None or has_zero_key
     causal = is_causal and attn_mask is not None and not masked_otherwise and not need_weights
     options: dict[str, Any] = {
         "attn_mask": None if causal else mask,  # is_causal is faster than the same mask as a tensor
         "is_causal": causal,
         "bias": _bias(sigmoid_bias, q, k, mask),
+        "normalize": normalize,
     }
     out = sigmoid_attention(q, k, v, dropout_p=dropout_p if training else 0.0, **options)
     output_scale = None if sigmoid_bias is None else sigmoid_bias.output_scale(out)
@@ -209,7 +225,7 @@ def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments
     return observer.answer(
         *(q, k, v, mask),
         softmax=lambda _: F.multi_head_attention_forward(**softmax),
-        sigmoid=lambda bias: multi_head_attention_forward(bias, **arguments),
+        normalized=lambda bias: multi_head_attention_forward(bias, True, **arguments),
     )
 
 

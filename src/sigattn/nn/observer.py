@@ -23,13 +23,14 @@ class AttentionCall:
     Attributes:
         name: name of the layer within the model.
         problem: operands and masks of the call; its bias is None.
-        softmax: returns the layer's result with softmax. sigmoid: with sigmoid attention of a bias.
+        softmax: returns the layer's result with softmax.
+        normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
     """
 
     name: str
     problem: Problem
     softmax: Callable[[], Any]
-    sigmoid: Callable[[AttentionBias], Any]
+    normalized: Callable[[AttentionBias], Any]
 
 
 Attend = Callable[[AttentionCall], Any]  # returns the result of a call
@@ -53,7 +54,7 @@ class CallObserver:
         value: Tensor,
         mask: Tensor | None,
         softmax: Callable[[Problem], Any],
-        sigmoid: Callable[[AttentionBias], Any],
+        normalized: Callable[[AttentionBias], Any],
         **options: Any,
     ) -> Any:
         """Return the result of a call.
@@ -61,7 +62,8 @@ class CallObserver:
         Args:
             query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv).
             mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-            softmax: returns the layer's result with softmax, of the problem. sigmoid: with sigmoid attention of a bias.
+            softmax: returns the layer's result with softmax, of the problem.
+            normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
             options: is_causal, window, scale and softcap of ``sigmoid_attention``.
 
         Raises:
@@ -76,7 +78,7 @@ class CallObserver:
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
         problem = make_problem(Problem, query, key, value, attn_mask=mask, **options)
         with _without_function_modes():
-            return self.attend(AttentionCall(self.name, problem, lambda: softmax(problem), sigmoid))
+            return self.attend(AttentionCall(self.name, problem, lambda: softmax(problem), normalized))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.code_search import calling_methods
-from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
+from sigattn.nn.multihead import SigmoidMultiheadAttention, describe_settings, multi_head_attention_forward
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
@@ -29,13 +29,15 @@ class SigmoidLayer(nn.Module):
     """Mixin of a layer's class: within its forward, attention functions compute sigmoid attention.
 
     Attributes:
-        sigmoid_bias: b, or None for -log of the number of keys that a sample sees. softmax_allowed: True if the layer,
-            or one inside it, keeps a softmax.
+        sigmoid_bias: b, or None for -log of the number of keys that a sample sees.
+        sigmoid_normalize: True if the weights of each query are divided by their sum.
+        softmax_allowed: True if the layer, or one inside it, keeps a softmax.
     """
 
     softmax_class: type[nn.Module]
     attention_methods: tuple[str, ...]  # methods other than forward that call attention functions
     sigmoid_bias: AttentionBias | None
+    sigmoid_normalize: bool = False
     softmax_allowed: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +60,7 @@ class SigmoidLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings of the layer, and the bias if no submodule shows it."""
-        rule = "" if self.sigmoid_bias is not None else "sigmoid_bias=None (-log of the visible keys)"
-        return ", ".join(filter(None, (super().extra_repr(), rule)))
+        return ", ".join(filter(None, (super().extra_repr(), describe_settings(self))))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the layer by its original class, because this class is made at run time."""
@@ -138,10 +139,11 @@ class _SigmoidMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_sdpa(func):
             self._count_call()
-            return sigmoid_sdpa(self.layer.sigmoid_bias, *args, **kwargs)
+            return sigmoid_sdpa(self.layer.sigmoid_bias, self.layer.sigmoid_normalize, *args, **kwargs)
         if func is MHA:
             self._count_call()
-            return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
+            settings = self.layer.sigmoid_bias, self.layer.sigmoid_normalize
+            return multi_head_attention_forward(*settings, *args, **kwargs)
         if getattr(func, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was converted to sigmoid attention, but this forward computes a "
@@ -196,6 +198,7 @@ class _SigmoidMode(TorchFunctionMode):
 
 def sigmoid_sdpa(
     sigmoid_bias: AttentionBias | CallObserver | None,
+    normalize: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -209,14 +212,15 @@ def sigmoid_sdpa(
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
     """
+    options: dict[str, Any]
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
     if isinstance(sigmoid_bias, CallObserver):
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        options = {"scale": scale, "enable_gqa": enable_gqa}
         return sigmoid_bias.answer(
             *(query, key, value, attn_mask),
             softmax=lambda _: SDPA(*arguments, **options),
-            sigmoid=lambda bias: sigmoid_sdpa(bias, *arguments, **options),
+            normalized=lambda bias: sigmoid_sdpa(bias, True, *arguments, **options),
             is_causal=is_causal,
             window=window,
             scale=scale,
@@ -234,7 +238,6 @@ def sigmoid_sdpa(
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
     elif is_causal and not query.is_nested:  # no query sees the keys beyond the last query
         bias = log_size_bias(torch.sym_min(num_queries, num_keys), query.device)
-    out = sigmoid_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias, window=window
-    )
+    options = {"bias": bias, "window": window, "normalize": normalize}
+    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
     return out if sigmoid_bias is None else sigmoid_bias.scaled(out)

@@ -1,13 +1,9 @@
-"""Distillation: a model learns the outputs of a teacher next to its own objective (Hinton et al., 2015).
-
-A converted model may also learn the outputs of the teacher's attention layers, as in FitNets (Romero et al., 2015).
-"""
+"""Distillation: a model learns the outputs of a teacher next to its own objective (Hinton et al., 2015)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,7 @@ from sigattn.data.dataset import Batch
 from sigattn.data.task import Task
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models import saving
-from sigattn.nn.attention import Attention
-from sigattn.validation import SettingsError, check_not_negative, check_positive
+from sigattn.validation import SettingsError, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +31,16 @@ class Distillation(Task):
         task: the objective, such as language modelling, classification or CTC, whose models predict distributions.
         teacher: folder of the teacher's saved model, with inputs and outputs as those of the model.
         weight: factor of the divergence.
-        layer_weight: factor of the error of the attention layers' outputs (``attention_error``), which is added if it
-            is not 0; the teacher must have the same layers.
     """
 
     task: Task
     teacher: str
     weight: float = 1.0
-    layer_weight: float = 0.0
 
     needs_whole_sequences = True  # the teacher is not context-parallel
 
     def __post_init__(self) -> None:
         check_positive(self, "weight")
-        check_not_negative(self, "layer_weight")
         if type(self.task).distributions is Task.distributions:
             raise SettingsError(
                 f"Distillation supports tasks whose models predict distributions, not {type(self.task).__name__}"
@@ -70,12 +61,8 @@ class Distillation(Task):
         return self.task.build(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the other task's loss plus weight · KL and layer_weight · the layers' error, a scalar.
-
-        Raises:
-            SettingsError: with a layer_weight, if model and teacher differ in their attention layers, or have none.
-        """
-        return distillation_loss(self.task, module, batch, self._teacher, self.weight, self.layer_weight)
+        """Return the other task's loss plus weight · KL, a scalar."""
+        return distillation_loss(self.task, module, batch, self._teacher, self.weight)
 
     def count(self, batch: Batch) -> Tensor | int:
         return self.task.count(batch)
@@ -94,72 +81,26 @@ class Distillation(Task):
         return saving.load(Path(self.teacher), init_process_mesh().device).requires_grad_(False)
 
 
-def distillation_loss(
-    task: Task, module: nn.Module, batch: Batch, teacher: nn.Module, weight: float, layer_weight: float = 0.0
-) -> Tensor:
+def distillation_loss(task: Task, module: nn.Module, batch: Batch, teacher: nn.Module, weight: float) -> Tensor:
     """Return a task's loss plus ``weight`` times the mean KL(teacher ‖ module) of the outputs for the same inputs.
 
     Args:
         task: one that ``Distillation`` supports. module, batch: as in ``Task.loss``.
         teacher: called with the inputs that the task gives to ``module``, without gradient.
-        layer_weight: factor of ``attention_error``, which is added if it is not 0.
     """
     calls: list[tuple[Any, Any, Any]] = []
     hook = module.register_forward_hook(
         lambda _, args, kwargs, out: calls.append((args, kwargs, out)), with_kwargs=True
     )
     try:
-        with attention_outputs(module, record=layer_weight > 0) as layer_outputs:
-            loss = task.loss(module, batch)
+        loss = task.loss(module, batch)
     finally:
         hook.remove()
     ((args, kwargs, output),) = calls
-    with torch.no_grad(), attention_outputs(teacher, record=layer_weight > 0) as teacher_layer_outputs:
+    with torch.no_grad():
         teacher_output = teacher(*args, **kwargs)
-    if layer_weight:
-        loss = loss + layer_weight * attention_error(teacher_layer_outputs, layer_outputs)
     logits, weights = task.distributions(output, batch)
     return loss + weight * divergence(task.distributions(teacher_output, batch)[0], logits, weights)
-
-
-@contextlib.contextmanager
-def attention_outputs(module: nn.Module, *, record: bool = True) -> Iterator[dict[str, Tensor]]:
-    """Within the context, record the output of each ``sigattn.nn.Attention`` of a model, by name.
-
-    Raises:
-        SettingsError: if a module is compiled, because hooks would be compiled with it.
-    """
-    outputs: dict[str, Tensor] = {}
-    if record and any(m._compiled_call_impl is not None for m in module.modules()):
-        raise SettingsError("distillation by layers does not support compiled models: pass compile=False", "compile")
-
-    def keep(name: str, out: Any) -> None:
-        outputs[name] = out if isinstance(out, Tensor) else out[0]
-
-    layers = [(name, m) for name, m in module.named_modules() if record and isinstance(m, Attention)]
-    hooks = [m.register_forward_hook(lambda _, __, out, name=name: keep(name, out)) for name, m in layers]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def attention_error(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean over layers of ‖student - teacher‖² / ‖teacher‖², given the outputs of ``attention_outputs``.
-
-    Raises:
-        SettingsError: if the layers differ, or there are none.
-    """
-    if not student or teacher.keys() != student.keys():
-        raise SettingsError(
-            "distillation by layers needs a model and a teacher with the same sigattn.nn.Attention layers; got "
-            f"{sorted(student)} and {sorted(teacher)}",
-            "layer_weight",
-        )
-    tiny = torch.finfo(torch.float32).tiny
-    pairs = ((teacher[name].float(), student[name].float()) for name in student)
-    return torch.stack([(s - t).square().sum() / t.square().sum().clamp(min=tiny) for t, s in pairs]).mean()
 
 
 def divergence(teacher: Tensor, student: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from sigattn.integrations.transformers.learned_bias import ATTRIBUTE
+from sigattn.integrations.transformers.learned_bias import ATTRIBUTE, KeptSoftmax
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import (
     LOG_VISIBLE,
@@ -25,8 +26,9 @@ from sigattn.integrations.transformers.saving import (
 )
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
 from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
+from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.problem import combine_window, log_length_bias
+from sigattn.ops.problem import Problem, combine_window, log_length_bias, make_problem
 
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
@@ -88,6 +90,20 @@ class Call(NamedTuple):
             softcap=self.softcap,
             normalize=normalize,
         )
+
+    def softmax(self) -> Tensor:
+        """Return the output of softmax attention, (B, Hq, N, Dv)."""
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        if not self.softcap:
+            options: dict[str, Any] = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": True}
+            return F.scaled_dot_product_attention(query, key, value, mask, self.dropout, **options)
+        problem = make_problem(
+            Problem, query, key, value, attn_mask=mask, is_causal=self.causal, scale=self.scale, softcap=self.softcap
+        )
+        weights = reference.attention_weights(problem, "softmax")
+        return reference.combine(problem, F.dropout(weights, self.dropout)).to(query.dtype)
 
 
 Observer = Callable[[nn.Module, Call], Tensor]
@@ -198,9 +214,10 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
 
 
 def _sigmoid(module: nn.Module, call: Call) -> Tensor:
-    """Return the layer's output of sigmoid attention, (B, Hq, N, Dv)."""
-    out, learned = call.sigmoid(_bias(module, call), _normalizes(module)), getattr(module, ATTRIBUTE, None)
-    return out if learned is None else learned.scaled(out)
+    """Return the layer's output, (B, Hq, N, Dv): of sigmoid attention, or of softmax where it was kept."""
+    if isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax):
+        return call.softmax()
+    return call.sigmoid(_bias(module, call), _normalizes(module))
 
 
 def _bias(module: nn.Module, call: Call) -> float | Tensor | None:

@@ -6,8 +6,9 @@ these modules before its weights are read:
 
     {"layers.0.self_attn": {"kind": "VisibleKeysLinearBias", "num_heads": 32}, ...}
 
-The names are relative to the base model, so that every Auto class finds them. The layers of a part of a composite model
-are listed in the part's own configuration, so that the part can be loaded alone.
+A layer that keeps softmax has a ``KeptSoftmax`` in the place of the bias. The names are relative to the base model, so
+that every Auto class finds them. The layers of a part of a composite model are listed in the part's own configuration,
+so that the part can be loaded alone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.check import dispatches, sub_configs
-from sigattn.nn.bias import AttentionBias
-from sigattn.nn.fitted_bias import FITTED
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: the record
 Record = dict[str, dict[str, Any]]
+
+
+class KeptSoftmax(nn.Module):
+    """Mark of a layer that computes softmax attention in a model whose other layers compute sigmoid attention."""
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, KeptSoftmax)}
 
 
 def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
@@ -51,7 +58,7 @@ def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
 
 def _layers_with_bias(
     module: nn.Module, owner: PreTrainedModel, path: str, saved: set[int], seen: set[nn.Module]
-) -> Iterator[tuple[PreTrainedModel, str, AttentionBias]]:
+) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
     """Yield the model to which a layer belongs, the layer's name in it, and its bias; shared layers once."""
     if module in seen:
         return
@@ -59,7 +66,7 @@ def _layers_with_bias(
     if isinstance(module, PreTrainedModel) and module.config is not owner.config and id(module.config) in saved:
         owner, path = module, ""
     bias = getattr(module, ATTRIBUTE, None)
-    if isinstance(bias, AttentionBias) and dispatches(module):
+    if isinstance(bias, nn.Module) and dispatches(module):
         yield owner, path, bias
     for name, child in module.named_children():
         yield from _layers_with_bias(child, owner, f"{path}.{name}" if path else name, saved, seen)
@@ -69,19 +76,23 @@ def _base_name(model: PreTrainedModel, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
 
 
-def describe(bias: AttentionBias) -> dict[str, Any]:
+def describe(bias: nn.Module) -> dict[str, Any]:
     """Return the kind and the settings of a bias, from which ``create`` makes one with initial values.
 
     Raises:
-        TypeError: if the bias is none of ``sigattn.nn.fitted_bias``.
+        TypeError: if the bias is of another kind.
     """
     kind = type(bias).__name__
-    if FITTED.get(kind) is not type(bias):
-        raise TypeError(f"{kind} cannot be saved in a configuration: use one of {', '.join(FITTED)}")
-    return {"kind": kind, **{name: getattr(bias, name) for name in inspect.signature(type(bias)).parameters}}
+    if _KINDS.get(kind) is not type(bias):
+        raise TypeError(f"{kind} cannot be saved in a configuration: use VisibleKeysLinearBias")
+    return {"kind": kind, **{name: getattr(bias, name) for name in _settings(kind)}}
 
 
-def create(entry: Any) -> AttentionBias:
+def _settings(kind: str) -> list[str]:
+    return [name for name in inspect.signature(_KINDS[kind]).parameters if name not in ("args", "kwargs")]
+
+
+def create(entry: Any) -> nn.Module:
     """Return a bias of the kind and settings of an entry of a record, in float32.
 
     Raises:
@@ -89,12 +100,13 @@ def create(entry: Any) -> AttentionBias:
     """
     settings = dict(entry) if isinstance(entry, dict) else {}
     kind = settings.pop("kind", None)
-    if kind not in FITTED or set(settings) != set(inspect.signature(FITTED[kind]).parameters):
+    if kind not in _KINDS or set(settings) != set(_settings(kind)):
         raise ValueError(
             f"config.sigmoid_bias has {entry!r} for a layer, which is no bias of this version of sigattn "
-            f"({', '.join(FITTED)}): load the model with the version that saved it"
+            f"({', '.join(_KINDS)}): load the model with the version that saved it"
         )
-    return FITTED[kind](**settings).float()
+    module: nn.Module = _KINDS[kind](**settings).float()
+    return module
 
 
 def attach(model: PreTrainedModel) -> None:

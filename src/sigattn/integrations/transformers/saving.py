@@ -58,8 +58,8 @@ def default_bias(configs: Iterable[Any]) -> Bias:
 
 @contextlib.contextmanager
 def restored(configs: Iterable[PretrainedConfig], *, always: bool = False) -> Iterator[None]:
-    """Restore the implementation and the bias of configurations after an exception, or ``always``."""
-    names = ("_attn_implementation_internal", "sigmoid_bias", _DEFAULT)
+    """Restore the implementation and the settings of configurations after an exception, or ``always``."""
+    names = ("_attn_implementation_internal", "sigmoid_bias", NORMALIZE, _DEFAULT)
     before = [(vars(c), {name: vars(c)[name] for name in names if name in vars(c)}) for c in configs]
     keep = False
     try:
