@@ -29,7 +29,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_is_converted_and_fine_tuned(run, capsys):
-    cli.main(["convert", str(run), "--steps", "3", "--batches", "4", "--refine-steps", "4"])
+    cli.main(["convert", str(run), "--steps", "3", "--batches", "4"])
     said = capsys.readouterr().out
     folder = run.with_name("softmax-sigmoid")
     model = saving.load(folder / "model")
@@ -126,7 +126,6 @@ def test_a_converted_model_is_not_overwritten(tmp_path, capsys, steps):
     saving.save(model, tmp_path / "model")
     folder = tmp_path / "new"
     arguments = ["convert", str(tmp_path / "model"), "--folder", str(folder), "--batch-size", "2"]
-    arguments += ["--refine-steps", "0"]
     cli.main([*arguments, "--batches", "2", "--steps", steps])
     before = contents(folder)
     capsys.readouterr()

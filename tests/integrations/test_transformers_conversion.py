@@ -9,14 +9,20 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
 from sigattn import convert  # noqa: E402
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.nn.bias import LearnableBias  # noqa: E402
-from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias  # noqa: E402
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 from tests.integrations.sizes import SMALL, TEXT, WHISPER  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -33,19 +39,13 @@ DECODERS = ("llama", "gemma3_text")
 
 
 def formula(module, query, key, value, attention_mask, scaling, **_):
-    """r · σ(scale · Q Kᵀ + c + a · log visible + w·q + Σ λ (u·q)²) V in float64, with the parameters of the layer."""
+    """σ(scale · Q Kᵀ + c + a · log visible) V, each row over its sum, in float64, with the parameters of the layer."""
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
-    parameters = (p.double().view(4, -1, 1) for p in module.sigmoid_bias.parameters())
-    constant, slope, linear, directions, curvature, gain, power, direction = parameters
-    q = query.double()
-    term = q @ linear + (q @ directions.view(4, 8, 8)).square() @ curvature
-    lower, upper = (t.double().view(4, 1, 1) for t in module.sigmoid_bias.query_term.buffers())
-    log_visible = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
-    b = constant + slope * log_visible + torch.maximum(torch.minimum(term, upper), lower)
-    out = (torch.sigmoid(query.double() @ key.mT * scaling + b) * seen) @ value
-    norm = (out.square().sum(-1, keepdim=True) + 1e-12).sqrt()
-    out = out * torch.exp((gain + power * norm.log() + out / norm @ direction).clamp(-3, 3))
+    constant, slope = (p.double().view(4, 1, 1) for p in module.sigmoid_bias.parameters())
+    b = constant + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    weights = torch.sigmoid(query.double() @ key.mT * scaling + b) * seen
+    out = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ value
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -66,7 +66,7 @@ def with_biases(model, make):
     """Give every attention layer of a softmax model a bias that ``make`` returns."""
     adapter = TransformersAdapter(model, None)
     biases = {name: make() for name in adapter.layers()}
-    adapter.swap(biases)
+    adapter.swap(biases, normalize=True)
     return biases
 
 
@@ -75,12 +75,9 @@ def converted(kind="llama"):
 
 
 def with_random_biases(model):
-    for bias in with_biases(model, lambda: QuadraticBias(4, 8, 8)).values():
-        for parameter in bias.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+    for bias in with_biases(model, lambda: VisibleKeysLinearBias(4)).values():
+        torch.nn.init.normal_(bias.constant, std=0.3)
         torch.nn.init.normal_(bias.slope, -0.7, 0.2)
-        bias.query_term.lower.fill_(-0.3)
-        bias.query_term.upper.fill_(0.4)
     return model
 
 
@@ -160,14 +157,52 @@ def test_compiled():
     torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("by", ["keep", "max_error"])
+def test_layers_that_keep_softmax(by, tmp_path):
+    """A decoder stays softmax, with its cross-attention, when it is trained, saved, loaded and generates."""
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **BART)).eval()
+    for name, p in model.named_parameters():  # attention that is not uniform
+        if "q_proj.weight" in name:
+            torch.nn.init.normal_(p, std=1.0)
+    softmax = copy.deepcopy(model)
+    batches = [{"input_ids": ids, "decoder_input_ids": ids[:, :7]} for ids in torch.randint(3, 50, (5, 2, 9))]
+    largest = max(layer.error for layer in convert(copy.deepcopy(model), batches).layers)
+    options = {"keep": ["*decoder*"]} if by == "keep" else {"max_error": 0.99 * largest}
+    report = convert(model, batches, **options)
+    kept = {layer.name for layer in report.softmax if layer.outcome == "kept"}
+    names = {name for name, _ in model.named_modules() if name.endswith("attn")}
+    if by == "keep":
+        assert kept == {name for name in names if "decoder" in name}
+    else:
+        assert kept == {layer.name for layer in report.layers if layer.error > 0.99 * largest}
+        assert kept < names
+        assert kept
+    with torch.no_grad():
+        expected = softmax(**batches[0]).logits
+        torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
+    softmax.model.encoder = model.model.encoder  # now only the decoders differ, if they do
+    if by == "keep":
+        assert torch.equal(model(**batches[0]).logits, softmax(**batches[0]).logits)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
+    ids = batches[0]["input_ids"]
+    generated = [m.generate(ids, max_new_tokens=5, num_beams=2) for m in (model, loaded)]
+    assert torch.equal(*generated)
+    loaded.train()(**batches[0]).logits.square().mean().backward()
+    assert all(p.grad is not None for name, p in loaded.named_parameters() if "sigmoid_bias" in name)
+
+
 class TestSaved:
     """Further cases of saving are in test_transformers_saving.py."""
 
     def test_the_configuration(self, tmp_path):
         converted().save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
-        entry = {"kind": "QuadraticBias", "num_heads": 4, "head_dim": 8, "query_dim": 8}
+        entry = {"kind": "VisibleKeysLinearBias", "num_heads": 4}
         assert saved["sigmoid_bias"] == {f"layers.{i}.self_attn": entry for i in range(2)}
+        assert saved["sigmoid_normalize"] is True
         assert saved["attn_implementation"] == "sigmoid (import sigattn.integrations.transformers)"
         assert saved["model_type"] == "llama"
 
@@ -227,7 +262,6 @@ class TestSaved:
             bias = other.model.layers[1].self_attn.sigmoid_bias
             assert bias.constant.tolist() == [0.0] * 4
             assert bias.slope.tolist() == [-1.0] * 4
-            assert not any(p.any() for p in bias.row_scale.parameters())
 
     def test_initialised_again(self, tmp_path):
         """init_weights, which some methods of transformers call, leaves fitted and loaded biases as they are."""

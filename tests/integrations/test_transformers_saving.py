@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.nn.fitted_bias import QuadraticBias  # noqa: E402
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 from tests.integrations.sizes import WHISPER  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -98,11 +98,11 @@ def model_of(kind, **options):
 
 def with_learned_biases(model):
     adapter = TransformersAdapter(model, None)
-    biases = {name: QuadraticBias(4, 8, 8) for name in adapter.layers()}
+    biases = {name: VisibleKeysLinearBias(4) for name in adapter.layers()}
     for bias in biases.values():
         for parameter in bias.parameters():
             torch.nn.init.normal_(parameter, -0.2, 0.3)
-    adapter.swap(biases)
+    adapter.swap(biases, normalize=True)
     return model
 
 

@@ -44,7 +44,7 @@ def linear_bias():
 BIASES = {"linear": linear_bias, "query": QueryFeatureBias}
 
 
-def formula(bias, q, k, v, seen, more=0.0):
+def formula(bias, q, k, v, seen, more=0.0, normalize=False):
     """σ(S + b) V written out: q (B, H, N, D), seen broadcastable to (B, H, N, M), b from its definition."""
     seen = seen.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
     n = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
@@ -53,7 +53,8 @@ def formula(bias, q, k, v, seen, more=0.0):
     else:
         b = bias.constant.double().view(-1, 1, 1) + bias.slope.double().view(-1, 1, 1) * n
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    return (q @ k.mT / q.shape[-1] ** 0.5 + more + b).sigmoid().masked_fill(~seen, 0) @ v
+    weights = (q @ k.mT / q.shape[-1] ** 0.5 + more + b).sigmoid().masked_fill(~seen, 0)
+    return (weights / weights.sum(-1, keepdim=True) if normalize else weights) @ v
 
 
 def of_layer(layer, x, seen, more=0.0, rotated=None):
@@ -191,12 +192,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize(("kind", "normalize"), [("linear", True), ("linear", False), ("query", False)])
 @pytest.mark.parametrize("call", CALLS)
-def test_layers_that_call_pytorchs_function(kind, call):
+def test_layers_that_call_pytorchs_function(kind, normalize, call):
     layer, (options, seen) = Attend().double(), CALLS[call]
-    convert(layer, bias=BIASES[kind]())
-    torch.testing.assert_close(layer(X, **options), formula(layer.sigmoid_bias, *layer.heads(X), seen))
+    convert(layer, bias=BIASES[kind](), normalize=normalize)
+    expected = formula(layer.sigmoid_bias, *layer.heads(X), seen, normalize=normalize)
+    torch.testing.assert_close(layer(X, **options), expected)
 
 
 def test_more_keys_than_queries():
@@ -209,7 +211,7 @@ def test_more_keys_than_queries():
     convert(layer, bias=linear_bias())
     q, k, v = layer.heads(X)
     for options, seen in (({}, COL[None] >= 0), ({"is_causal": True}, ROW[:4] >= COL)):
-        expected = formula(layer.sigmoid_bias, q[:, :, :4], k, v, seen[None, None])
+        expected = formula(layer.sigmoid_bias, q[:, :, :4], k, v, seen[None, None], normalize=True)
         torch.testing.assert_close(layer(X, **options), expected)
 
 
@@ -224,12 +226,12 @@ def test_queries_without_heads_are_refused():
         layer(X)
 
 
-@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize(("kind", "normalize"), [("linear", True), ("linear", False), ("query", False)])
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both", "added"])
-def test_multihead_attention(kind, masks):
+def test_multihead_attention(kind, normalize, masks):
     layer = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64).eval()
     before = copy.deepcopy(layer)
-    convert(layer, bias=BIASES[kind]())
+    convert(layer, bias=BIASES[kind](), normalize=normalize)
     q, k, v = F.linear(X, before.in_proj_weight, before.in_proj_bias).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
     hidden = torch.tensor([N, 5])[:, None] <= COL
     seen, options = torch.ones(1, 1, N, N, dtype=torch.bool), {}
@@ -241,8 +243,23 @@ def test_multihead_attention(kind, masks):
         options["attn_mask"] = mask if masks != "added" else torch.zeros(N, N).double().masked_fill(mask, -math.inf)
     for causal in {False, masks == "causal"}:
         out, _ = layer(X, X, X, need_weights=False, is_causal=causal, **options)
-        expected = before.out_proj(formula(layer.sigmoid_bias, q, k, v, seen).transpose(1, 2).flatten(2))
-        torch.testing.assert_close(out, expected)
+        heads = formula(layer.sigmoid_bias, q, k, v, seen, normalize=normalize)
+        torch.testing.assert_close(out, before.out_proj(heads.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_key_of_zeros_counts_in_the_sum(normalize, padded):
+    layer = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, add_zero_attn=True).eval()
+    convert(layer, bias=-1.0, normalize=normalize)
+    weight, hidden = layer.in_proj_weight, (torch.tensor([N, 5])[:, None] <= COL) & padded
+    q, k, v = F.linear(X, weight, layer.in_proj_bias).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+    k, v, hidden = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), F.pad(hidden, (0, 1))
+    weights = (q @ k.mT / 2 - 1).sigmoid().masked_fill(hidden[:, None, None], 0)
+    weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+    out, returned = layer(X, X, X, key_padding_mask=hidden[:, :N] if padded else None, average_attn_weights=False)
+    torch.testing.assert_close(out, layer.out_proj((weights @ v).transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(returned, weights if normalize else weights[..., :N])
 
 
 def test_it_starts_as_the_visible_keys_and_learns():

@@ -287,8 +287,9 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch: arguments by name or position, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch) if _takes(model, batch) else model(batch)
-    if isinstance(batch, list) and batch and all(isinstance(text, str) for text in batch) and hasattr(model, "encode"):
-        model.encode(batch, show_progress_bar=False)  # of a SentenceTransformer, which tokenizes the texts
+    encode: Any = getattr(model, "encode", None)  # of a SentenceTransformer, which tokenizes texts
+    if encode is not None and isinstance(batch, list) and all(isinstance(text, str) for text in batch):
+        encode(batch, show_progress_bar=False)
         return None
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 

@@ -235,7 +235,7 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
     """
     pairs: list[tuple[Any, Any]] = []
     for path, part in model.named_modules():
-        config = part.config if isinstance(part, Transformer) else None
+        config: Any = part.config if isinstance(part, Transformer) else None
         encoder = config.encoder if isinstance(config, MaskedAutoencoderConfig) else None
         settings = {**_settings(next(iter(biases.values()))), "normalize": normalize}
         if isinstance(config, TransformerConfig) and config.activation == "softmax":

@@ -133,6 +133,7 @@ class TransformersAdapter:
                     _refuse_tied(root)
                     for config, record in learned_bias.records(root):
                         config.sigmoid_bias = record
+                        setattr(config, NORMALIZE, normalize)
                     if not learned:
                         (root.config.sigmoid_bias,) = settings
                     setattr(root.config, NORMALIZE, normalize)

@@ -59,7 +59,7 @@ def advice(model_class: type[PreTrainedModel], layers: Mapping[str, nn.Module]) 
     kinds = [k for k in vars(sys.modules[model_class.__module__]).values() if isinstance(k, type)]
     if not (model_class._supports_sdpa or any(issubclass(k, nn.Module) and _calls_pytorch(k) for k in kinds)):
         return "Its layers compute their softmax themselves, where nothing can replace it: use another model"
-    allowed = f", allow_softmax={stuck}" if stuck else ""
+    allowed = f", keep={stuck}" if stuck else ""
     return (
         f"Build the model without it, and call sigattn.convert(model, example=example{allowed}) with arguments of its "
         "forward, which names the layers that it cannot convert"
