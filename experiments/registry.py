@@ -8,6 +8,7 @@ from experiments import (
     closed_form,
     conversion,
     dropped_keys,
+    embeddings,
     k_summation,
     language_ablations,
     lr_sensitivity,
@@ -38,6 +39,7 @@ _MODULES = (
     causal_bias,
     conversion,
     dropped_keys,
+    embeddings,
     small_models,
 )
 EXPERIMENTS: dict[str, Experiment] = {e.name: e for module in _MODULES for e in module.EXPERIMENTS}
