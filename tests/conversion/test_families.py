@@ -340,6 +340,42 @@ def test_biases_are_made_on_the_device_of_the_model():
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
 
 
+class Encoder(nn.Module):
+    """Encoder of texts that takes one mapping and writes into it, as a ``SentenceTransformer`` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.texts = Attend(), []
+
+    def forward(self, inputs, **_):
+        assert "output" not in inputs
+        inputs["x"] += 0  # in place
+        inputs["output"] = self.attend(inputs["x"])
+        inputs["x"].zero_()
+        return inputs
+
+    def encode(self, texts, show_progress_bar=True):
+        assert not show_progress_bar
+        self.texts.append(texts)
+        self({"x": X[len(texts[0])].clone()})
+
+
+@pytest.mark.parametrize("form", ["mapping", "tuple", "list", "texts"])
+def test_batches_that_the_model_writes_into(form):
+    batches = {
+        "mapping": [{"x": x.clone()} for x in X],
+        "tuple": [({"x": x.clone()},) for x in X],
+        "list": [[{"x": x.clone()}] for x in X],
+        "texts": [["a" * i, "b"] for i in range(6)],
+    }[form]
+    model, alone = Encoder(), Attend()
+    alone.load_state_dict(model.attend.state_dict())
+    report = convert(model, batches)
+    assert report.change < 0.01
+    convert(alone, list(X))
+    assert torch.equal(model.attend.sigmoid_bias.constant, alone.sigmoid_bias.constant)
+
+
 class Both(nn.Module):
     """Attention that can be converted, and one that cannot, or a router."""
 

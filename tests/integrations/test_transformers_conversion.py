@@ -180,7 +180,9 @@ def test_layers_that_keep_softmax(by, tmp_path):
         assert kept
     with torch.no_grad():
         expected = softmax(**batches[0]).logits
-        torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            model(**batches[0]).logits, expected, rtol=0, atol=0.01 * float(expected.abs().max())
+        )
     softmax.model.encoder = model.model.encoder  # now only the decoders differ, if they do
     if by == "keep":
         assert torch.equal(model(**batches[0]).logits, softmax(**batches[0]).logits)
