@@ -30,9 +30,7 @@ def main():
     texts = parts[-200:]
     before, after = (torch.as_tensor(m.encode(texts)) for m in (softmax, loaded))
     cosine = torch.cosine_similarity(before, after)
-    print(
-        f"cosine to softmax's embeddings of {len(texts)} other texts: mean {cosine.mean():.5f}, least {cosine.min():.5f}"
-    )
+    print(f"cosine to softmax's, of {len(texts)} texts: mean {cosine.mean():.5f}, least {cosine.min():.5f}")
 
 
 if __name__ == "__main__":

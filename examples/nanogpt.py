@@ -1,7 +1,7 @@
 """Train a small GPT, in the style of nanoGPT, with one line of its attention changed.
 
-    python examples/nanogpt.py                       # sigmoid attention: about two minutes on two cores
-    python examples/nanogpt.py --attention normalized  # with weights that sum to one
+    python examples/nanogpt.py                       # sigmoid attention whose weights sum to one: about two minutes
+    python examples/nanogpt.py --attention sigmoid   # the paper's sigmoid attention
     python examples/nanogpt.py --attention softmax   # the line as it was
 
 The text is Python's language reference, which CPython contains (or ``--text``), byte by byte.
@@ -32,9 +32,10 @@ class CausalSelfAttention(nn.Module):
         q, k = self.norm(q), self.norm(k)
         if self.attention == "softmax":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # the line that changes; the bias is that of the training length, also for shorter prompts
-            normalize = self.attention == "normalized"
-            y = sigmoid_attention(q, k, v, is_causal=True, bias=-math.log(self.length), normalize=normalize)
+        elif self.attention == "normalized":  # the line that changes
+            y = sigmoid_attention(q, k, v, is_causal=True, normalize=True)
+        else:  # the bias is that of the training length, also for shorter prompts
+            y = sigmoid_attention(q, k, v, is_causal=True, bias=-math.log(self.length))
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -69,7 +70,7 @@ class GPT(nn.Module):
 def main():
     """Train on a text, and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", choices=("sigmoid", "normalized", "softmax"), default="sigmoid")
+    parser.add_argument("--attention", choices=("sigmoid", "normalized", "softmax"), default="normalized")
     parser.add_argument("--text")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=128)

@@ -140,11 +140,20 @@ def compare_causal_biases(setting: Setting) -> Result:
     for run, label in labels.items():
         about = dict(zip(("architecture", "rule", "seed"), run, strict=True))
         data += [{**about, "rule": evaluation, "bits": bits} for evaluation, bits in results[label]["final"].items()]
+    return present(data)
+
+
+def present(data: Sequence[Row]) -> Result:
+    """Return table and figure of the rows of data; rules that an architecture was not trained with are left out."""
     columns = list(dict.fromkeys(row["architecture"] for row in data))
     lengths = sorted({_length(row) for row in data}, reverse=True)
     evaluations = [f"{rule} at {length}" for length in lengths for rule in (*RULES, HALF)]
     bits = {e: {a: select(data, "bits", architecture=a, rule=e) for a in columns} for e in evaluations}
-    rows = [(e, *map(intervals.mean_std, values.values())) for e, values in bits.items() if all(values.values())]
+    rows = [
+        (e, *(intervals.mean_std(v) if v else "–" for v in values.values()))
+        for e, values in bits.items()
+        if any(values.values())
+    ]
     return Result(("attention and bytes", *columns), rows, data, _draw(data, columns, lengths[0]))
 
 
@@ -196,7 +205,7 @@ def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
 
 def _draw(data: Sequence[Row], architectures: Sequence[str], context: int) -> Any:
     """Draw the bits at the training length less those of softmax with the same seed."""
-    figure, axes = drawing.axes_grid(len(architectures), width=3.6)
+    figure, axes = drawing.axes_grid(len(architectures), width=4.6)
     for axis, architecture in zip(axes, architectures, strict=True):
         softmax, *others = (
             select(data, "bits", architecture=architecture, rule=f"{rule} at {context}") for rule in RULES
@@ -204,12 +213,11 @@ def _draw(data: Sequence[Row], architectures: Sequence[str], context: int) -> An
         gaps = {
             f"{'' if rule in OFFSETS else 'sigmoid, '}{rule}": [b - a for a, b in zip(softmax, values, strict=True)]
             for rule, values in zip(RULES[1:], others, strict=True)
+            if values
         }
         drawing.plot_seeds(axis, gaps)
         axis.axvline(0, color=drawing.COLOUR_OF["softmax"])
         axis.set(title=architecture, xlabel="held-out bits per byte above softmax")
-    for axis in axes[1:]:
-        axis.set_yticklabels([])
     return figure
 
 
@@ -223,7 +231,10 @@ def judge_causal_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
 
     findings = []
     for rule, length in [(rule, length) for length in (context, half) for rule in (LENGTH, *OFFSETS)]:
-        gaps = {a: intervals.paired(bits(a, SOFTMAX, length), bits(a, rule, length)) for a in names}
+        trained = [a for a in names if bits(a, rule, length)]
+        gaps = {a: intervals.paired(bits(a, SOFTMAX, length), bits(a, rule, length)) for a in trained}
+        if not gaps:
+            continue
         findings.append(
             Finding(
                 f"At {length} bytes, trained at {context}: {'' if rule in OFFSETS else 'plain sigmoid, '}{rule} is as "

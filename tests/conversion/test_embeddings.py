@@ -1,6 +1,8 @@
 """Conversion of a trained sentence encoder, all-MiniLM-L6-v2, where the package with its weights is installed."""
 
 import importlib.util
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,12 @@ pytestmark = [
 
 from experiments.embeddings import embed, load_model, paragraphs  # noqa: E402
 from sigattn import convert  # noqa: E402
+
+
+def test_the_example(capsys):
+    pytest.importorskip("sentence_transformers")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "convert_embeddings.py"), run_name="__main__")
+    assert float(capsys.readouterr().out.rpartition("least ")[2]) > 0.999
 
 
 def test_embeddings_are_those_of_softmax(tmp_path):
