@@ -1,63 +1,20 @@
 """sigattn.flash: flash-attn's layouts, alignment and packed sequences, against the formula in float64."""
 
 import inspect
-import math
-import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from sigattn import flash, set_sigmoid_precision
 from sigattn.ops.varlen import VARLEN
-from tests.ops.cases import COMPILER_NOISE, device_of, head_dims, path, ways, wide
-from tests.ops.truth import assert_as_good_as_formula, formula
+from tests.ops.cases import COMPILER_NOISE, device_of, fuzz, head_dims, path, ways, wide
+from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
 BACKENDS = list(VARLEN.backends)
 WAYS = [(b, w) for b in BACKENDS for w in (ways(b) if b == "triton" else ["as users meet it"])]
-EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "40"))
-
-fuzz = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="SIGATTN_FUZZ_EXAMPLES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0, mask=None, normalize=False):
-    """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv), slopes (Hq,) or None, bias (Hq,) or a number → (N, Hq, Dv)."""
-    n, m = len(q), len(k)
-    i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
-    left, right = window
-    visible = (left == -1) | (j >= i - left)
-    visible = visible & ((right == -1) | (j <= i + right))
-    if causal:
-        visible = visible & (j <= i)
-    b = bias.view(1, -1, 1, 1) if isinstance(bias, torch.Tensor) else bias
-    if slopes is not None:  # as a term of the bias: the formula's own ALiBi is aligned at the other end
-        position = -slopes.to(dtype).view(1, -1, 1, 1) * (i - j).abs()
-    else:
-        position = torch.zeros(1, 1, n, m, dtype=dtype)
-    q, k, v = (t.transpose(0, 1).unsqueeze(0).to(dtype) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    s = q @ k.mT * (scale if scale is not None else q.shape[-1] ** -0.5)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s + b + position
-    if mask is not None:  # broadcastable to (Hq, N, M)
-        visible = visible & (mask if mask.dtype is torch.bool else mask != -torch.inf)
-        s = s if mask.dtype is torch.bool else s + torch.where(mask == -torch.inf, 0, mask.to(dtype))
-    if normalize:
-        hidden = torch.where(visible.any(-1, keepdim=True), -torch.inf, 0)
-        p = torch.where(visible, F.logsigmoid(s), hidden).softmax(-1)
-        p = torch.where(visible, p, 0).to(dtype)
-    else:
-        p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
-    return (p @ v)[0].transpose(0, 1)
 
 
 @st.composite
@@ -139,9 +96,7 @@ def by_formula(case, leaves, starts, dtype):
     for s in range(len(lengths_q)):
         rows, keys = (slice(int(t[s]), int(t[s + 1])) for t in starts)
         bias = case["bias"]
-        if bias is None:
-            bias = -math.log(max(lengths_k[s], 1))
-        elif isinstance(bias, str):
+        if isinstance(bias, str):
             b = leaves["bias"].to(dtype)
             if bias in ("sequence", "both"):
                 b = b[s]
@@ -149,22 +104,10 @@ def by_formula(case, leaves, starts, dtype):
         slopes = leaves.get("slopes")
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[s]
-        out.append(
-            one_sequence(
-                leaves["q"][rows],
-                leaves["k"][keys],
-                leaves["v"][keys],
-                dtype,
-                case["causal"],
-                case["window"],
-                slopes,
-                bias,
-                case["scale"],
-                case["softcap"],
-                mask_of(leaves.get("mask"), s, lengths_q[s], lengths_k[s]),
-                case["normalize"],
-            )
-        )
+        qkv = leaves["q"][rows], leaves["k"][keys], leaves["v"][keys]
+        options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
+        mask = mask_of(leaves.get("mask"), s, lengths_q[s], lengths_k[s])
+        out.append(one_sequence(*qkv, dtype, bias, slopes, mask=mask, **options))
     out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
     return torch.cat(out)
 
@@ -177,7 +120,7 @@ def gradients(out, leaves):
 
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)
-@fuzz
+@fuzz(40)
 @given(case=packed_cases())
 def test_packed_sequences_match_the_formula(backend, way, case):
     if case["dtype"] is torch.float64:
@@ -225,12 +168,8 @@ def test_packed_sequences_match_the_formula(backend, way, case):
 @pytest.mark.parametrize(
     ("n", "m", "causal", "window", "softcap"),
     [
-        (9, 9, True, (7, 3), 0.0),
         (5, 40, False, (7, 3), 0.0),
-        (5, 40, True, (-1, -1), 1.5),
         (40, 5, True, (7, 3), 1.5),
-        (33, 64, True, (7, 3), 0.0),
-        (1, 17, False, (-1, -1), 1.5),
     ],
 )
 def test_dense_alignment(backend, n, m, causal, window, softcap):
@@ -252,21 +191,9 @@ def test_dense_alignment(backend, n, m, causal, window, softcap):
         backend=backend,
     )
     assert out.is_contiguous()
-    expected = torch.stack(
-        [
-            one_sequence(
-                *(leaves[name][b] for name in "qkv"),
-                torch.float64,
-                causal,
-                window,
-                leaves["slopes"][b],
-                leaves["bias"][0],
-                None,
-                softcap,
-            )
-            for b in range(2)
-        ]
-    )
+    options = {"causal": causal, "window": window, "softcap": softcap, "bias": leaves["bias"][0]}
+    samples = (leaves[name].unbind() for name in ("q", "k", "v", "slopes"))
+    expected = torch.stack([one_sequence(*qkv, slopes=s, **options) for *qkv, s in zip(*samples, strict=True)])
     torch.testing.assert_close(out.cpu(), expected.float(), atol=1e-5, rtol=1e-4)
     for (name, g), e in zip(gradients(out.cpu(), leaves).items(), gradients(expected, leaves).values(), strict=True):
         torch.testing.assert_close(g, e, atol=1e-4, rtol=1e-4, msg=name)
@@ -377,7 +304,7 @@ def test_compile_and_opcheck(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_deterministic_gradients_repeat_bitwise(backend):
     device = device_of(backend)
-    q, k, v = (torch.randn(2, 70, 4, 16, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 70, 2, 16, device=device, requires_grad=True) for _ in range(3))
 
     def gradients():
         out = flash.flash_attn_func(q, k, v, causal=True, deterministic=True, backend=backend)
@@ -444,11 +371,6 @@ Q = torch.randn(2, 5, 4, 8)
 P, S = torch.randn(10, 4, 8), torch.tensor([0, 5, 10])
 WRONG = {
     "softcap": (lambda: flash.flash_attn_func(Q, Q, Q, softcap=-30.0), ValueError, "flash_attn_func: softcap must be"),
-    "softcap varlen": (
-        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, softcap=math.nan),
-        ValueError,
-        "flash_attn_varlen_func: softcap must be finite and at least 0",
-    ),
     "probs": (lambda: flash.flash_attn_func(Q, Q, Q, return_attn_probs=True), ValueError, "attention_statistics"),
     "rank": (lambda: flash.flash_attn_func(P, P, P), ValueError, r"4 dimensions.*q \(10, 4, 8\)"),
     "heads": (
@@ -457,22 +379,13 @@ WRONG = {
         "4 heads of q are not a multiple of the 3 of k",
     ),
     "length": (lambda: flash.flash_attn_func(Q, Q[:, :3], Q), ValueError, "k and v must have the same length"),
-    "head_dim": (lambda: flash.flash_attn_func(Q, Q[..., :3], Q), ValueError, "same head_dim"),
-    "dtype": (lambda: flash.flash_attn_func(Q, Q.double(), Q), TypeError, "one dtype"),
     "not a tensor": (lambda: flash.flash_attn_func(None, Q, Q), TypeError, "q must be a tensor"),
-    "bias": (
-        lambda: flash.flash_attn_func(Q, Q, Q, sigmoid_bias="log n"),
-        TypeError,
-        "if not a tensor, must be a number",
-    ),
     "bias shape": (lambda: flash.flash_attn_func(Q, Q, Q, sigmoid_bias=torch.zeros(3)), ValueError, r"\(B,\) = \(2,\)"),
     "slopes": (
         lambda: flash.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)),
         ValueError,
         r"alibi_slopes must be \(Hq,\), \(B, Hq\); got q \(2, 5, 4, 8\)",
     ),
-    "backend": (lambda: flash.flash_attn_func(Q, Q, Q, backend="cuda"), ValueError, "unknown backend 'cuda'"),
-    "dropout": (lambda: flash.flash_attn_func(Q, Q, Q, dropout_p=1), ValueError, r"probability in \[0, 1\)"),
     "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "window_size must be a pair"),
     "scale": (lambda: flash.flash_attn_func(Q, Q, Q, softmax_scale="x"), TypeError, "softmax_scale must be a number"),
     "other layout": (
@@ -484,11 +397,6 @@ WRONG = {
         lambda: flash.flash_attn_func(Q, Q, Q, causal="no"),
         TypeError,
         "causal must be True or False, got 'no'",
-    ),
-    "causal, varlen": (
-        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, causal=None),
-        TypeError,
-        "flash_attn_varlen_func: causal must be True or False",
     ),
     "flash-attn 3's order": (
         lambda: flash.flash_attn_func(Q, Q, Q, 0.25, True),
@@ -506,7 +414,6 @@ WRONG = {
         TypeError,
         "cu_seqlens_q must be a tensor of integers",
     ),
-    "starts rank": (lambda: flash.flash_attn_varlen_func(P, P, P, S[None], S, 5, 5), ValueError, r"\(B \+ 1,\)"),
     "starts count": (lambda: flash.flash_attn_varlen_func(P, P, P, S[:2], S, 5, 5), ValueError, "as many sequences"),
     "starts first": (lambda: flash.flash_attn_varlen_func(P, P, P, S + 1, S, 5, 5), ValueError, "begin at 0"),
     "starts last": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S * 2, 5, 10), ValueError, "end at most at 10"),
@@ -530,14 +437,3 @@ def test_error_messages(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=f"(?s){message}"):
         call()
-
-
-def test_formula_agrees_with_that_of_the_other_tests():
-    """Compare the formula of this file with ``tests.ops.truth`` where both apply."""
-    q, k, v = torch.randn(3, 7, 2, 8, dtype=torch.float64).unbind()
-    mine = one_sequence(q, k, v, torch.float64, True, (3, -1), torch.tensor([0.1, 0.2]), -1.0, None)
-    slopes = torch.tensor([0.1, 0.2])
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    torch.testing.assert_close(
-        mine.transpose(0, 1)[None], formula(q, k, v, causal=True, window=(3, -1), slopes=slopes, bias=-1.0)
-    )

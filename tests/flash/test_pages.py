@@ -1,14 +1,12 @@
 """Packed sequences with keys in pages: each equals a call of its own."""
 
-import math
-
 import pytest
 import torch
 
 from sigattn import flash
 
 from ..ops.cases import COMPILER_NOISE, device_of
-from ..test_flash import one_sequence
+from ..ops.truth import one_sequence
 
 LENGTHS_Q, LENGTHS_K, PAGE = [4, 0, 3, 1], [9, 2, 3, 0], 4
 TABLE = torch.tensor([[5, 1, 3, 9], [0, -1, -1, -1], [1, 7, 7, 7], [0, 0, 0, 0]])  # two sequences share page 1
@@ -32,8 +30,7 @@ def by_formula(q, k, v, causal, bias):
             torch.stack([t[TABLE[s, j // PAGE], j % PAGE] for j in range(m)]) if m else t[0, :0] for t in (k, v)
         )
         rows = q[starts(LENGTHS_Q)[s] :][:n]
-        b = -math.log(max(m, 1)) if bias is None else bias
-        outs.append(one_sequence(rows, keys, values, torch.float64, causal, (-1, -1), None, b, None))
+        outs.append(one_sequence(rows, keys, values, bias=bias, causal=causal))
     return torch.cat(outs)
 
 

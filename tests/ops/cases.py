@@ -1,10 +1,12 @@
 """Random calls of the operator, over all of its options, for Hypothesis."""
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from sigattn.ops import llvm
@@ -26,7 +28,19 @@ COMPILER_NOISE = [
 # the backends that support all options; tests/ops/test_llvm.py has the tests of "llvm"
 COMPLETE = tuple(b for b in BACKENDS if b != "llvm")
 HAS_LLVM = llvm.unavailable(Problem(*torch.empty(3, 1, 1, 1, 1))) is None
+SUPPORTING = (*COMPLETE, *(["llvm"] if HAS_LLVM else []))  # all that can run here
 ON_CPU = tuple(b for b in BACKENDS if b != "triton" and (HAS_LLVM or b != "llvm"))
+
+
+def fuzz(examples):
+    """Return settings of Hypothesis: the same cases in every run, unless SIGATTN_FUZZ_EXAMPLES asks for more."""
+    asked = os.environ.get("SIGATTN_FUZZ_EXAMPLES")
+    return settings(
+        max_examples=int(asked or examples),
+        deadline=None,
+        derandomize=asked is None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def device_of(backend):
@@ -56,6 +70,7 @@ class Case:
     seed: int
     softcap: float = 0.0
     normalize: bool = False
+    offset: int = 0
 
     def tensors(self, device="cpu"):
         """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths.
@@ -115,6 +130,7 @@ class Case:
             "key_lengths": lengths,
             "softcap": self.softcap,
             "normalize": self.normalize,
+            "query_offset": self.offset,
         }
 
     def formula_options(self, given, lengths):
@@ -130,6 +146,7 @@ class Case:
             "lengths": lengths,
             "softcap": self.softcap,
             "normalize": self.normalize,
+            "offset": self.offset,
         }
 
 
@@ -153,11 +170,8 @@ def _broadcastable(shape):
 
 
 @st.composite
-def cases(draw, masked=True, most=3):
-    """Draw calls with up to ``most`` samples, key heads, and query heads per key head.
-
-    ``masked=False`` omits the options with which short sequences are not computed.
-    """
+def cases(draw, most=3):
+    """Draw calls with up to ``most`` samples, key heads, and query heads per key head."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     batch, kv, rep = draw(st.integers(0, most)), draw(st.integers(1, most)), draw(st.integers(1, most))
     n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
@@ -173,19 +187,14 @@ def cases(draw, masked=True, most=3):
         scale=draw(st.one_of(st.none(), st.floats(0.05, 1.5))),
         window=draw(st.one_of(st.none(), st.tuples(side, side))),
         bias=draw(st.one_of(st.none(), numbers, _broadcastable(b_shape))),
-        mask=draw(
-            st.none()
-            if not masked
-            else st.one_of(st.none(), st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape)))
-        ),
-        slopes=draw(
-            st.none() if not masked else st.one_of(st.none(), st.sampled_from(["head", "sample", "sides", "all"]))
-        ),
-        lengths=masked and draw(st.booleans()),
+        mask=draw(st.none() | st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape))),
+        slopes=draw(st.sampled_from([None, None, None, "head", "sample", "sides", "all"])),
+        lengths=draw(st.booleans()),
         layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
         seed=draw(st.integers(0, 1 << 30)),
-        softcap=draw(st.one_of(st.just(0.0), st.floats(0.3, 50))) if masked else 0.0,
+        softcap=draw(st.just(0.0) | st.floats(0.3, 50)),
         normalize=normalize,
+        offset=draw(st.just(0) | st.integers(-40, 40)),
     )
 
 

@@ -1,28 +1,17 @@
 """The operators for packed sequences and caches, against the formula in float64; tests/flash has the rest."""
 
-import math
-
 import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_with_kvcache
+from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
 
 
-def formula(q, k, v, bias, left=None, right=None, slopes=None):
-    """One sample: q (N, H, D), k and v (M, Hkv, ·); the last query is aligned with the last key."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    logits = torch.einsum("nhd,mhd->hnm", q, k) / math.sqrt(q.shape[2]) + bias
-    i = torch.arange(len(q))[:, None] + len(k) - len(q)
-    j = torch.arange(len(k))
-    if slopes is not None:
-        logits = logits - slopes[:, None, None] * (i - j).abs()
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
-    seen = seen if left is None else seen & (j >= i - left)
-    seen = seen if right is None else seen & (j <= i + right)
-    return torch.einsum("hnm,mhd->nhd", logits.sigmoid() * seen, v)
+def formula(q, k, v, bias, **options):
+    return one_sequence(q, k, v, q.dtype, bias, **options)
 
 
 @pytest.mark.parametrize("options", ["plain", "all"])
@@ -35,8 +24,8 @@ def test_packed_sequences(options):
     parts = []
     for s in range(3):
         rows, keys = slice(CU_Q[s], CU_Q[s + 1]), slice(CU_K[s], CU_K[s + 1])
-        own = (bias[s, :, 0, :, None], 3, 0, slopes) if given else (-math.log(keys.stop - keys.start),)
-        parts.append(formula(leaves[0][rows], leaves[1][keys], leaves[2][keys], *own))
+        own = {"bias": bias[s], "window": (3, 0), "slopes": slopes} if given else {"bias": None}
+        parts.append(formula(leaves[0][rows], leaves[1][keys], leaves[2][keys], **own))
     expected = torch.cat(parts)
     torch.testing.assert_close(out, expected)
     wanted = [*leaves, bias] if given else leaves
@@ -67,16 +56,22 @@ def test_a_cache(paged, queries):
         alibi_slopes=slopes, enable_gqa=True, left_padding=torch.tensor([1, 0]),
     )  # fmt: skip
     for b, (n, first) in enumerate(zip(lengths + new, (1, 0), strict=True)):
-        expected = formula(q[b], keys[b, first:n], values[b, first:n], bias, 6, 0, slopes)
+        expected = formula(q[b], keys[b, first:n], values[b, first:n], bias, window=(6, 0), slopes=slopes)
         torch.testing.assert_close(out[b], expected)
 
 
-def test_query_offset_is_the_position_of_the_first_query():
-    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    whole = sigmoid_attention(torch.cat([torch.zeros(1, 2, 4, 8), q], 2), k, v, is_causal=True, window=(2, 0))
-    for backend in ("reference", "blocked"):
-        out = sigmoid_attention(q, k, v, is_causal=True, window=(2, 0), query_offset=4, backend=backend)
-        torch.testing.assert_close(out, whole[:, :, 4:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["length first", "heads first"])
+def test_one_query_of_samples_of_one_length(layout, dtype):
+    for keys in (1, 70, 200):
+        query = torch.randn(3, 1, 6, 32).to(dtype)
+        caches = [torch.randn(3, keys, 2, width).to(dtype) for width in (32, 48)]
+        if layout == "heads first":
+            caches = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in caches]
+        out = sigmoid_kvcache_attention(query, *caches, bias=-2.0, scale=0.3, enable_gqa=True)
+        for found, *operands in zip(out, query, *caches, strict=True):
+            truth, rough = (one_sequence(*operands, kind, -2.0, scale=0.3) for kind in (None, dtype))
+            assert_as_good_as_formula(found, truth, rough)
 
 
 Q, K = torch.randn(9, 4, 8), torch.randn(12, 2, 8)

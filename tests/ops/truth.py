@@ -23,19 +23,21 @@ def formula(
     dtype=None,
     probe=None,
     weights=False,
+    offset=0,
 ):
     """Return σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default.
 
     With ``normalize`` each row of weights is divided by its sum, in logarithms, so that no sum underflows.
 
     probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
+    offset: position of the first query.
     """
     dtype = dtype or torch.float64
     q, k, v = (t.to(dtype) for t in (q, k, v))
     (batch, heads, n, d), m = q.shape, k.shape[2]
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     visible = torch.ones(batch, heads, n, m, dtype=torch.bool)
-    i, j = torch.arange(n)[:, None], torch.arange(m)[None, :]
+    i, j = torch.arange(n)[:, None] + offset, torch.arange(m)[None, :]
     if causal:
         visible = visible & (j <= i)
     if window is not None:
@@ -74,6 +76,14 @@ def formula(
     return p if weights else p @ v
 
 
+def one_sequence(q, k, v, dtype=None, bias=None, slopes=None, **options):
+    """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv) → (N, Hq, Dv), the last query at the last key; bias: (Hq,), a number."""
+    bias = bias.view(-1, 1, 1) if isinstance(bias, torch.Tensor) else bias
+    offset = len(k) - len(q)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return formula(q, k, v, dtype=dtype, bias=bias, slopes=slopes, offset=offset, **options)[0].transpose(0, 1)
+
+
 def sums_of_magnitudes(given, grad_out, **options):
     """Return Σ|terms| of the sums in the output and each gradient, with which rounding errors scale."""
     q, k, v = (given[name].double() for name in ("query", "key", "value"))
@@ -86,7 +96,7 @@ def sums_of_magnitudes(given, grad_out, **options):
     if options.get("normalize"):  # dS is a difference
         grad_weights = grad_out.double().abs() @ v.mT
         ds = p * (grad_weights + (p * grad_weights).sum(-1, keepdim=True))
-    distance = (torch.arange(n)[:, None] - torch.arange(m)).abs()
+    distance = (torch.arange(n)[:, None] + options.get("offset", 0) - torch.arange(m)).abs()
     terms = {
         "output": p @ v,
         "query": scale * ds @ k,
