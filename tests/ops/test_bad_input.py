@@ -7,7 +7,7 @@ import torch
 
 import sigattn
 from sigattn import log_length_bias, sigmoid_attention
-from tests.ops.cases import COMPLETE
+from tests.ops.cases import COMPLETE, SUPPORTING
 
 
 def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7, dtype=torch.float32):
@@ -114,6 +114,7 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     "dropout 1": ((Q, K, V), {"dropout_p": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
     "dropout < 0": ((Q, K, V), {"dropout_p": -0.1}, ValueError, r"\[0, 1\)"),
     "dropout nan": ((Q, K, V), {"dropout_p": math.nan}, ValueError, r"\[0, 1\)"),
+    "scale NaN": ((Q, K, V), {"scale": math.nan}, ValueError, "scale is NaN"),
     "scale bool": ((Q, K, V), {"scale": True}, TypeError, "scale must be a number, got True"),
     "scale gradient": (
         (Q, K, V),
@@ -133,11 +134,10 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("backend", COMPLETE)
-def test_a_wrong_call_is_explained(what, backend):
+def test_a_wrong_call_is_explained(what):
     args, options, error, message = WRONG[what]
     with pytest.raises(error, match=f"(?s)sigmoid_attention: .*{message}"):
-        sigmoid_attention(*args, **{"backend": backend, **options})
+        sigmoid_attention(*args, **options)
 
 
 def test_statistics_check_too():
@@ -195,49 +195,27 @@ class TestWhatIsNotWrong:
         assert [g.shape for g in found] == [q.shape, k.shape, v.shape]
         torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
 
-    @pytest.mark.parametrize("backend", COMPLETE)
-    @pytest.mark.parametrize("kind", ["bool", "-inf", "window", "lengths"])
-    def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(self, backend, kind):
-        q, k, v = (t.requires_grad_() for t in operands(n=9, m=6))
-        mask = torch.ones(9, 6, dtype=torch.bool)
-        mask[7:] = False
-        options = {
-            "bool": {"attn_mask": mask},
-            "-inf": {"attn_mask": torch.zeros(9, 6).masked_fill(~mask, -torch.inf)},
-            "window": {"window": (1, 0)},  # queries 7 and 8 lie beyond the last key's window
-            "lengths": {"key_lengths": torch.tensor([0, 6])},
-        }[kind]
-        out = sigmoid_attention(q, k, v, bias=5.0, backend=backend, **options)
-        blind = out[0] if kind == "lengths" else out[:, :, 7:]
-        assert not blind.any()
-        gradient = torch.autograd.grad(out.sum(), q)[0]
-        assert not (gradient[0] if kind == "lengths" else gradient[:, :, 7:]).any()
-
-    @pytest.mark.parametrize("backend", COMPLETE)
-    @pytest.mark.parametrize("lengths", [[4, 6], [4, 2], [0, 3]])
+    @pytest.mark.parametrize("backend", SUPPORTING)
+    @pytest.mark.parametrize("lengths", [[4, 6], [0, 3]])
     def test_what_lies_beyond_key_lengths_does_not_exist(self, backend, lengths):
         lengths = torch.tensor(lengths)
         q, k, v = operands()
+        bias = torch.zeros(1, 5, 1, requires_grad=True)
         beyond = (torch.arange(6) >= lengths[:, None])[:, None, :, None]
         leaves = [q.requires_grad_(), k.masked_fill(beyond, math.nan).requires_grad_()]
         leaves.append(v.masked_fill(beyond, math.inf).requires_grad_())
-        out = sigmoid_attention(*leaves, key_lengths=lengths, backend=backend)
-        gradients = torch.autograd.grad(out.sum(), leaves)
+        out = sigmoid_attention(*leaves, key_lengths=lengths, bias=bias, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), (*leaves, bias))
         zeros = [t.masked_fill(beyond, 0).requires_grad_() for t in (k, v)]
-        expected = sigmoid_attention(q, *zeros, key_lengths=lengths, backend="reference")
+        expected = sigmoid_attention(q, *zeros, key_lengths=lengths, bias=bias, backend="reference")
         torch.testing.assert_close(out, expected)
-        for g, e in zip(gradients, torch.autograd.grad(expected.sum(), (q, *zeros)), strict=True):
+        for g, e in zip(gradients, torch.autograd.grad(expected.sum(), (q, *zeros, bias)), strict=True):
             torch.testing.assert_close(g, e)
         assert not gradients[1].masked_select(beyond).any()
         assert not gradients[2].masked_select(beyond).any()
 
     @pytest.mark.parametrize("backend", COMPLETE)
-    def test_nan_and_inf_propagate(self, backend):
-        q, k, v = operands()
-        q[0, 0, 2, 0] = math.nan
-        out = sigmoid_attention(q, k, v, backend=backend)
-        assert out[0, 0, 2].isnan().all()
-        assert out.isnan().sum() == 7
+    def test_inf_and_nan_propagate(self, backend):
         q, k, v = operands()
         v[1, 2, 3, 4] = math.inf
         out = sigmoid_attention(q, k, v, backend=backend)
@@ -253,12 +231,3 @@ class TestWhatIsNotWrong:
         torch.testing.assert_close(
             sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
         )
-
-    @pytest.mark.parametrize("backend", COMPLETE)
-    def test_masks_combine(self, backend):
-        q, k, v = operands(n=6)
-        mask = torch.rand(6, 6) > 0.3
-        both = sigmoid_attention(q, k, v, mask, is_causal=True, window=(3, 2), backend=backend)
-        i, j = torch.arange(6)[:, None], torch.arange(6)
-        as_one = mask & (j <= i) & (j >= i - 3) & (j <= i + 2)
-        torch.testing.assert_close(both, sigmoid_attention(q, k, v, as_one, backend=backend))

@@ -8,9 +8,7 @@ from sigattn.ops import problem as problems
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args
-from tests.ops.cases import COMPLETE, HAS_LLVM, PATHS, device_of, path, wide
-
-DROPPING = (*COMPLETE, *(["llvm"] if HAS_LLVM else []))
+from tests.ops.cases import COMPLETE, PATHS, SUPPORTING, device_of, path, wide
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -22,7 +20,7 @@ def test_the_share_of_dropped_weights_is_p(p):
     assert abs(keep.double().mean() - (1 - p)) < 4 * standard_error
 
 
-@pytest.mark.parametrize("backend", DROPPING)
+@pytest.mark.parametrize("backend", SUPPORTING)
 def test_the_largest_p_drops_nearly_all_weights(backend):
     """p · 2^32 is rounded to 2^32 there, one more than the largest hash."""
     q, k = torch.randn(2, 1, 2, 16, 8, device=device_of(backend)).unbind()
@@ -58,7 +56,7 @@ def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
     k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     results = []
     with path(way):
-        for backend in DROPPING:
+        for backend in SUPPORTING:
             if dtype is torch.float64 and wide(backend) is not dtype:
                 continue
             there = (t.to(device_of(backend)) for t in (q, k, v))
@@ -69,7 +67,7 @@ def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", DROPPING)
+@pytest.mark.parametrize("backend", SUPPORTING)
 def test_seeded_scaled_and_unbiased(backend):
     q, k = torch.randn(2, 1, 2, 16, 8, dtype=wide(backend), device=device_of(backend)).unbind()
     v = torch.eye(16, dtype=q.dtype, device=q.device).expand(1, 2, 16, 16)  # the output is P itself

@@ -6,10 +6,8 @@ from torch.nn import functional as F
 
 from sigattn import sigmoid_attention, sigmoid_varlen_attention
 from sigattn.models import LanguageModelConfig
-from tests.ops.cases import COMPLETE, HAS_LLVM, device_of
+from tests.ops.cases import SUPPORTING, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
-
-BACKENDS = [b for b in (*COMPLETE, "llvm") if b != "llvm" or HAS_LLVM]
 
 
 def operands(n, magnitude=1.0, dtype=torch.float32):
@@ -18,7 +16,7 @@ def operands(n, magnitude=1.0, dtype=torch.float32):
     return [t.to(dtype).requires_grad_() for t in (q * magnitude, k, v)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUPPORTING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", [0.0, -30.0, -70.0, -1e4, 1e4])
 def test_accurate_at_every_magnitude_and_level(backend, dtype, level):
@@ -45,7 +43,7 @@ def test_accurate_at_every_magnitude_and_level(backend, dtype, level):
             assert tensors[0].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUPPORTING)
 def test_far_below_zero_it_is_softmax(backend):
     q, k, v = operands(70)
     device = device_of(backend)
@@ -53,7 +51,7 @@ def test_far_below_zero_it_is_softmax(backend):
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUPPORTING)
 def test_a_query_without_visible_keys_has_output_and_gradient_0(backend):
     """Next to rows that underflow, so that the second pass sees both."""
     inputs, device = operands(6), device_of(backend)
@@ -67,7 +65,7 @@ def test_a_query_without_visible_keys_has_output_and_gradient_0(backend):
     assert all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "packed"])
+@pytest.mark.parametrize("backend", [*SUPPORTING, "packed"])
 def test_dropout_applies_to_the_divided_weights(backend):
     """The sum is that of all weights: each weight is kept, times 1 / (1 - p), or 0."""
     n, device = 24, device_of(backend)
@@ -87,7 +85,7 @@ def test_dropout_applies_to_the_divided_weights(backend):
     assert 0.6 < kept.double().mean() < 0.9
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b != "triton"])
 def test_second_derivatives(backend):
     dtype = torch.float32 if backend == "llvm" else torch.float64
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in operands(5))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
@@ -87,20 +86,6 @@ def test_saved_weights_take_at_most_four_times_the_memory_of_the_inputs(backend,
 
 
 @BOTH
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("n", [30, 150])
-def test_under_checkpoint(backend, use_reentrant, n):
-    leaves = operands(n)
-
-    def call(q, k, v):
-        return sigmoid_attention(q, k, v, is_causal=True, backend=backend) * 2
-
-    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
-    checkpoint(call, *leaves, use_reentrant=use_reentrant).square().sum().backward()
-    torch.testing.assert_close(tuple(t.grad for t in leaves), expected)
-
-
-@BOTH
 @pytest.mark.parametrize("options", [{}, GENERAL], ids=["plain", "general"])
 def test_batched_gradients(backend, options):
     leaves = operands()
@@ -110,19 +95,6 @@ def test_batched_gradients(backend, options):
     for i, grad in enumerate(grads):
         expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
         torch.testing.assert_close(tuple(t[i] for t in found), expected)
-
-
-@BOTH
-@pytest.mark.parametrize("options", [{}, GENERAL], ids=["plain", "general"])
-def test_gradients_by_torch_func(backend, options):
-    q, k, v = (t.detach() for t in operands())
-
-    def loss(q):
-        return sigmoid_attention(q, k, v, backend=backend, **options).square().sum()
-
-    q.requires_grad_()
-    (expected,) = torch.autograd.grad(loss(q), q)
-    torch.testing.assert_close(torch.func.grad(loss)(q.detach()), expected)
 
 
 @BOTH
@@ -156,6 +128,7 @@ IN_PLACE = {
     "window": ({"window": (20, 3)}, 4, 4),
     "bias": ({"bias": torch.tensor([-1.0, -2.0, -3.0, 0.0]).view(4, 1, 1)}, 4, 4),
     "blocked": ({"backend": "blocked"}, 4, 4),
+    **({"llvm": ({"backend": "llvm"}, 4, 4)} if HAS_LLVM else {}),
     "one head, blocked": ({"backend": "blocked"}, 1, 1),
     "three dimensions": ({}, 4, 4),
 }
@@ -163,7 +136,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("what", IN_PLACE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [6, 100, 200])
+@pytest.mark.parametrize("n", [6, 200])
 def test_the_output_can_be_changed_in_place(what, dtype, n):
     """As in ``out += residual``; autograd refuses that for views."""
     options, heads, key_heads = IN_PLACE[what]

@@ -7,27 +7,19 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, flash, sigmoid_attention
-from tests.ops.cases import COMPLETE
 
 Q, K, V = torch.randn(3, 2, 4, 7, 8).unbind()
 REALS = [np.float32, np.float64, np.float16, torch.tensor, fractions.Fraction]
 INTEGERS = [np.int32, np.int64, np.uint8, torch.tensor]
 
 
-@pytest.mark.parametrize("backend", [b for b in COMPLETE if b != "triton"])
 @pytest.mark.parametrize("real", REALS)
-@pytest.mark.parametrize("name", ["scale", "bias"])
-def test_real_numbers_of_the_operator(name, real, backend):
-    want = sigmoid_attention(Q, K, V, **{name: 0.25}, backend=backend)
-    assert torch.equal(sigmoid_attention(Q, K, V, **{name: real(0.25)}, backend=backend), want)
-
-
-@pytest.mark.parametrize("real", REALS)
-def test_dropout(real):
+@pytest.mark.parametrize("name", ["scale", "bias", "dropout_p"])
+def test_real_numbers_of_the_operator(name, real):
     torch.manual_seed(1)
-    want = sigmoid_attention(Q, K, V, dropout_p=0.25)
+    want = sigmoid_attention(Q, K, V, **{name: 0.25})
     torch.manual_seed(1)
-    assert torch.equal(sigmoid_attention(Q, K, V, dropout_p=real(0.25)), want)
+    assert torch.equal(sigmoid_attention(Q, K, V, **{name: real(0.25)}), want)
     assert not torch.equal(sigmoid_attention(Q, K, V), want)
 
 

@@ -87,22 +87,6 @@ def test_output_strides_match_the_fakes(layout, size):
         assert (own.shape, own.stride()) == (fake.shape, fake.stride())
 
 
-@pytest.mark.parametrize(
-    ("layout", "back"),
-    [
-        ("heads first", lambda out: out),
-        ("rows first", lambda out: out.transpose(1, 2)),
-        ("one projection", lambda out: out.transpose(1, 2)),
-        ("batch inside rows", lambda out: out.permute(2, 0, 1, 3)),
-    ],
-)
-def test_output_can_be_viewed_as_rows(layout, back):
-    q = LAYOUTS[layout](2, 3, 9, 16)
-    out = sigmoid_attention(q, q, q[..., :8], backend="triton")
-    assert back(out).is_contiguous()
-    torch.testing.assert_close(out, sigmoid_attention(*(t.contiguous() for t in (q, q, q[..., :8])), backend="triton"))
-
-
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
 @pytest.mark.usefixtures("unchecked")
 def test_tf32_follows_the_settings_of_pytorch(monkeypatch):
