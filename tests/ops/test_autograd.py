@@ -94,7 +94,7 @@ def test_levels_of_torch_func_each_record(op, backend):
 
 def test_second_derivatives_of_packed_sequences_are_those_of_finite_differences():
     *tensors, rest = *(arguments("varlen_forward", "blocked")[:3]), arguments("varlen_forward", "blocked")[3:]
-    tensors = [t[..., :2].double().requires_grad_() for t in tensors]
+    tensors = [t[:, :1, :2].double().requires_grad_() for t in tensors]
 
     def call(*tensors):
         return torch.ops.sigattn.varlen_forward.default(*tensors, *rest)[0]
