@@ -29,28 +29,8 @@ def failure(arguments, capsys, main=cli.main):
     return stop.value.code, said.err
 
 
-def test_demo_writes_its_run_folder(tmp_path, capsys):
-    folder = tmp_path / "run"
-    cli.main(["demo", "--run-folder", str(folder), *SMALL])
-    said = capsys.readouterr().out
-    assert "report.html" in said.replace("\n", "")
-    assert "softmax" in said
-    config = json.loads((folder / "config.json").read_text())
-    assert config["model"]["embed_dim"] == 16
-    assert config["text"]["source"] == "pydoc_data.topics"
-    for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
-        assert (folder / name / "model" / "model.safetensors").exists()
-        assert len((folder / name / "metrics.jsonl").read_text().splitlines()) == 6
-    page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 1
-    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "http://creativecommons.org", ""
-    )  # self-contained: names of XML dialects are the only addresses
-    for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text"):
-        assert expected in page
-
-
-def test_demo_resumes(tmp_path, capsys, monkeypatch):
+def test_demo(tmp_path, capsys, monkeypatch):
+    """Interrupted and resumed it gives the numbers of a whole run, which writes a report."""
     folder = tmp_path / "run"
     arguments = ["demo", "--run-folder", str(folder), *SMALL]
     evaluate = LanguageModelling.evaluate
@@ -74,16 +54,25 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     whole = tmp_path / "whole"
     assert "nothing to resume" not in capsys.readouterr().out
     cli.main(["demo", "--run-folder", str(whole), *SMALL, "--resume"])
-    assert f"nothing to resume in {whole}: starting" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"nothing to resume in {whole}: starting" in said
+    assert "report.html" in said.replace("\n", "")
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
-        rows = [
-            [
-                {k: v for k, v in row.items() if k != "samples_per_second"}
-                for row in read_metrics(path / name / "metrics.jsonl")
-            ]
-            for path in (folder, whole)
-        ]
+        rows = [read_metrics(path / name / "metrics.jsonl") for path in (folder, whole)]
+        assert len(rows[0]) == 6
+        for row in (*rows[0], *rows[1]):
+            del row["samples_per_second"]
         assert rows[0] == rows[1]
+        assert (whole / name / "model" / "model.safetensors").exists()
+    config = json.loads((whole / "config.json").read_text())
+    assert config["model"]["embed_dim"] == 16
+    assert config["text"]["source"] == "pydoc_data.topics"
+    page = (whole / "report.html").read_text()
+    assert page.count("<svg") == 1
+    addresses = {address.removeprefix("www.") for address in re.findall(r"http://([\w.]*)", page)}
+    assert addresses <= {"w3.org", "purl.org", "creativecommons.org"}  # self-contained: names of XML dialects only
+    for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text"):
+        assert expected in page
 
 
 @pytest.mark.parametrize(
@@ -96,28 +85,6 @@ def test_unusable_text(tmp_path, capsys, text, message):
         path.write_text(text)
     code, said = failure(["demo", "--text", str(path), "--run-folder", str(tmp_path / "run"), *SMALL], capsys)
     assert code == 1
-    assert message in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_unwritable_run_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    code, said = failure(["demo", "--run-folder", str(tmp_path / "file" / "run"), *SMALL], capsys)
-    assert code == 1
-    assert "cannot write to the run folder" in said
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["--num-heads", "3"], "embed_dim must be a multiple of num_heads, got embed_dim=16, num_heads=3"),
-        (["--num-heads", "16"], "head_dim must be even, got 1"),
-        (["--max-steps", "0"], "max_steps must be at least 1, got 0"),
-    ],
-)
-def test_settings_that_do_not_fit_are_one_line(tmp_path, capsys, wrong, message):
-    code, said = failure(["demo", "--run-folder", str(tmp_path / "run"), *SMALL, *wrong], capsys)
-    assert code == 2
     assert message in said
     assert not (tmp_path / "run").exists()
 
@@ -171,8 +138,3 @@ for package in ("tyro", "matplotlib"):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     missing = "sigattn: the command line needs {}: pip install 'sigattn[train]'"
     assert done.stdout.splitlines() == ["[]", missing.format("tyro"), missing.format("matplotlib")]
-
-
-def test_it_is_installed():
-    done = subprocess.run([sys.executable, "-m", "sigattn", "info"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("sigattn ")

@@ -1,5 +1,6 @@
 """``sigattn train`` and the commands that use its runs."""
 
+import functools
 import importlib
 import json
 import signal
@@ -61,12 +62,9 @@ class TestTrain:
         assert code == 2
         assert "holds a run already: resume it, or name another folder (--resume, --folder)" in message
         assert "nothing to resume" not in said(capsys, *arguments, "--resume")
-        code, message = failure([*arguments, "--resume", "--model.embed-dim", "32"], capsys)
-        assert code == 1
-        assert "differs in embed_dim" in message
 
     def test_sigterm(self, tmp_path, capsys, monkeypatch):
-        """SIGINT: test_demo_resumes in test_cli.py."""
+        """SIGINT: test_demo in test_cli.py."""
         evaluate = LanguageModelling.evaluate
         sent = lambda *a: (signal.raise_signal(signal.SIGTERM), evaluate(*a))[1]  # noqa: E731
         monkeypatch.setattr(LanguageModelling, "evaluate", sent)
@@ -82,6 +80,8 @@ class TestTrain:
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers")
         pytest.importorskip("lm_eval")
+        harness = importlib.import_module("sigattn.integrations.lm_eval")
+        monkeypatch.setattr(harness, "TaskManager", functools.cache(harness.TaskManager))  # it reads thousands of files
         assert "AutoModelForCausalLM" in said(capsys, "export", run, str(tmp_path / "theirs"))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
         tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")("the cat", return_tensors="pt")
@@ -201,8 +201,6 @@ class TestTrain:
             (["tokenizer", "--data", "TEXT", "--save", "TEXT"], 2, "is the data itself, which would be overwritten"),
             (["tokenizer", "--data", "EMPTY", "--save", "new.json"], 1, "empty.txt is empty"),
             (["tokenizer", "--data", "hf:", "--save", "new.json"], 1, "names no data set: write hf:NAME"),
-            (["tokenizer", "--data", "TEXT", "--save", "FOLDER"], 2, "name a file to write, got the folder"),
-            (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 1, "name a folder to write into, got the file"),
         ],
     )
     def test_outputs_are_checked_before_the_work(self, arguments, code, message, tmp_path, capsys):
@@ -231,7 +229,6 @@ class TestTrain:
             (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
-            (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (
                 ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],
                 2,

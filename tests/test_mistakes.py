@@ -69,6 +69,7 @@ SETTINGS = [
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
     (["demo", "--log-attention-every", "5"], "log_attention_every must be 1"),
+    (["demo", "--embed-dim", "16", "--num-heads", "16"], "head_dim must be even, got 1"),
     (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),

@@ -159,6 +159,8 @@ def test_settings_that_contradict_one_another():
         LanguageModel(LanguageModelConfig(num_layers=1)).generate(
             torch.zeros(1, 1, dtype=torch.int64), 1, stop_tokens=[256]
         )
+    with pytest.raises(SettingsError, match="between 0 and 1"):
+        TrainConfig(ema=1.0)
     assert issubclass(SettingsError, ValueError)
 
 

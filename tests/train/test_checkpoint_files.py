@@ -15,6 +15,7 @@ from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.train import checkpoint
 from sigattn.train.checkpoint import CheckpointError
 from tests.test_cli import failure
+from tests.train.test_run_folder import contents
 
 TRAIN = ["train", "lm-1b-2k", "--tiny", "--training.max-steps", "2", "--training.batch-size", "4"]
 TRAIN += ["--training.checkpoint-every", "1", "--model.max-seq-len", "16", "--model.embed-dim", "16"]
@@ -89,9 +90,11 @@ def test_a_flipped_bit_stops_the_command(run, capsys, command):
     content = bytearray(file.read_bytes())
     content[-3] ^= 16  # in a weight
     file.write_bytes(content)
+    before = contents(run)
     code, message = failure(["evaluate", str(run)] if command == "evaluate" else [*TRAIN, "--folder", str(run),
                                                                                   "--resume"], capsys)  # fmt: skip
     assert code == 1
+    assert contents(run) == before
     assert f"cannot read the checkpoint {newest(run)} (delete it to continue from step-00000001)" in message
     assert f"{file} has changed since it was written" in message
     shutil.rmtree(newest(run))

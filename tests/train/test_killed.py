@@ -6,29 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from sigattn.train import checkpoint, metrics
+from sigattn.train import checkpoint
 from tests.train import killed
+from tests.train.test_loop import numbers
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
 def test_resume_after_random_kills(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command = [sys.executable, str(Path(killed.__file__)), str(whole), str(parts), "1"]
+    command = [sys.executable, str(Path(killed.__file__)), str(whole), str(parts), "9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     checkpoints = done.stdout.split()  # the last one that each attempt starts from
-    assert len(checkpoints) == 5
+    assert len(checkpoints) == 3
     assert checkpoints == sorted(
         checkpoints, key=lambda name: "" if name == "none" else name
     )  # nothing once whole is lost
     assert len(set(checkpoints)) > 1
-    rows = [
-        [
-            {k: v for k, v in row.items() if k != "samples_per_second"}
-            for row in metrics.read_metrics(f / "metrics.jsonl")
-        ]
-        for f in (whole, parts)
-    ]
-    assert rows[0] == rows[1]
+    assert numbers(parts) == numbers(whole)
     assert sorted(p.name for p in (parts / "checkpoints").iterdir()) == ["step-00000013", "step-00000014"]
     assert len(checkpoint.list_checkpoints(parts / "checkpoints")) == 2

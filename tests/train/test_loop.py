@@ -95,15 +95,14 @@ def test_loss_decreases_and_results_are_saved(tmp_path, text):
     assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
-@pytest.mark.parametrize("stop_after", [2, 7])
-def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, text, stop_after):
+def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, text):
     parts = tmp_path / "parts"
 
     def press_ctrl_c(row):
-        if row["step"] == stop_after:
+        if row["step"] == 7:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted, match=f"stopped after {stop_after + 1} of 12 steps"):
+    with pytest.raises(Interrupted, match="stopped after 8 of 12 steps"):
         train(MODEL, TRAIN, text, parts, on_row=press_ctrl_c)
     train(MODEL, TRAIN, text, parts, resume=True)
     assert numbers(parts) == numbers(whole)
@@ -133,22 +132,6 @@ def test_resuming_a_finished_run_changes_nothing(whole, finished, text):
     assert numbers(finished) == numbers(whole)
     saved = load_model(finished / "model").state_dict()
     assert torch.equal(model.state_dict()["norm.weight"], saved["norm.weight"])
-
-
-def test_checkpoint_of_another_run_raises(finished, text):
-    with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, embed_dim;"):
-        train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, finished, resume=True)
-
-
-@pytest.mark.parametrize("damage", ["about.json", "SHA256SUMS", "safetensors"])
-def test_damaged_checkpoint_raises(finished, text, damage):
-    newest = checkpoint.list_checkpoints(finished / "checkpoints")[-1]
-    next(newest.glob(f"*{damage}")).write_bytes(b"not a checkpoint")
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot read the checkpoint .*step-00000012"):
-        train(MODEL, TRAIN, text, finished, resume=True)
-    (newest / "about.json").write_text('{"about": {}, "step": 12}')
-    with pytest.raises(checkpoint.CheckpointError, match="another version of sigattn: it has format None, and"):
-        train(MODEL, TRAIN, text, finished, resume=True)
 
 
 def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
@@ -394,20 +377,6 @@ def test_non_finite_loss_before_first_checkpoint(tmp_path, text, monkeypatch):
         train(MODEL, TRAIN, text, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_steps": 0}, "max_steps must be at least 1"),
-        ({"ema": 1.0}, "between 0 and 1"),
-        ({"warmup_steps": -1}, "at least 0"),
-        ({"schedule": "steps", "decay_every": 0}, "decay_every"),
-    ],
-)
-def test_settings_out_of_range(tmp_path, text, settings, message):
-    with pytest.raises(ValueError, match=message):
-        train(MODEL, replace(TRAIN, **settings), text, tmp_path)
-
-
 def test_spikes_are_counted():
     calm = [1.0 + 0.1 * (i % 3) for i in range(100)]
     assert count_spikes(calm, 3.0) == 0
@@ -423,11 +392,6 @@ def test_unfinished_checkpoints_are_deleted(tmp_path, text):
     assert checkpoint.list_checkpoints(folder) == []
     train(MODEL, replace(TRAIN, max_steps=4, checkpoint_every=2, seed=3), text, tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
-
-
-def test_existing_run_needs_resume(finished, text):
-    with pytest.raises(SettingsError, match="holds a run already"):
-        train(MODEL, TRAIN, text, finished)
 
 
 def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
