@@ -251,16 +251,6 @@ class TestCompositeModels:
         torch.testing.assert_close(loaded(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
         assert model.text_model.config.to_dict().get("sigmoid_bias") != -9.0  # only what was saved has the value
 
-    def test_selected_by_the_bias_alone(self):
-        config = self.model(sigmoid_bias=-9.0).config.to_dict()
-        config.pop("attn_implementation", None)
-        for part in ("text_config", "vision_config"):
-            config[part].pop("attn_implementation", None)
-        torch.manual_seed(0)
-        model = AutoModel.from_config(AutoConfig.for_model(**config)).eval()
-        for a, b in zip(self.outputs(model), self.outputs(self.model(sigmoid_bias=-9.0)), strict=True):
-            assert torch.equal(a, b)
-
 
 MASKS = {
     "causal": {"q_length": 5, "kv_length": 5},

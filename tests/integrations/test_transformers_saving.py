@@ -162,16 +162,6 @@ def test_model_type_is_unchanged(folders):
     assert json.loads((folders / "qwen2" / "config.json").read_text())["sigmoid_bias"] == "log_visible"
 
 
-def test_default_bias_is_saved(tmp_path):
-    """A later process may register another default."""
-    sigmoid.register(-3.0)
-    try:
-        model_of("qwen2").save_pretrained(tmp_path)
-    finally:
-        sigmoid.register()
-    assert AutoConfig.from_pretrained(tmp_path).sigmoid_bias == -3.0
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
 def test_a_bias_of_none_is_the_default(kind, tmp_path):
     model, inputs = model_of(kind), inputs_of(kind)
