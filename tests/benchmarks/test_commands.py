@@ -19,13 +19,6 @@ def test_help(command, expected, capsys):
     assert not re.search("(options|config)[. ](training )?options", said)  # the name of a parameter
 
 
-def test_cpu(tmp_path, capsys):
-    main(["cpu", "--lengths", "16", "--num-heads", "1", "--rounds", "1", "--no-compiled", "--no-memory",
-          "--results", str(tmp_path / "r.json")])  # fmt: skip
-    assert "n = 16" in capsys.readouterr().out
-    assert (tmp_path / "r.json").exists()
-
-
 @pytest.mark.parametrize("arguments", [[], ["cpuu"]])
 def test_invalid_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:

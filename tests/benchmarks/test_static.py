@@ -73,14 +73,14 @@ OWN_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("architecture", SHARED)
-def test_default_configurations(architecture):
+def test_default_configurations():
     """No spills in loops, shared memory within the limit, tensor cores used, few special-function instructions."""
-    pairs = [(d, causal) for causal in (False, True) for d in DIMS]
-    if not EVERYTHING:
-        pairs = {80: [(128, True)], 90: [(64, False), (128, True)], 100: [(64, False)]}[architecture]
-    cases = [(k, architecture, "bfloat16", *pair) for pair in pairs for k in kernels(architecture, pair[0], "bfloat16")]
-    for (*_, causal), report in zip(cases, compiled(cases), strict=True):
+    pairs = {80: [(128, True)], 90: [(64, False), (128, True)], 100: [(64, False)]}
+    if EVERYTHING:
+        pairs = {a: [(d, causal) for causal in (False, True) for d in DIMS] for a in SHARED}
+    each = [(architecture, *pair) for architecture in pairs for pair in pairs[architecture]]
+    cases = [(k, a, "bfloat16", d, causal) for a, d, causal in each for k in kernels(a, d, "bfloat16")]
+    for (_, architecture, *_, causal), report in zip(cases, compiled(cases), strict=True):
         what = {k: v for k, v in report.items() if k != "loops"}
         assert report["spills"] <= (12 if architecture == 90 else 0), what  # a few addresses, on the way into a loop
         assert report["loops"][0]["spills"] == 0, what
