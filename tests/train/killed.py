@@ -45,12 +45,12 @@ def die_within(save, after, delay):
 
 
 def main(whole, folder, seed):
-    """Train once without a kill; then with three, to the end. Prints what each found whole when it began."""
+    """Train once without a kill; then with five, to the end. Prints what each found whole when it began."""
     torch.set_num_threads(1)
     train(whole)  # first, so that what it imports and compiles is there in each child
     chance = random.Random(seed)
     kills = 0
-    while kills < 3:
+    while kills < 5:
         complete = [p.name for p in checkpoint.list_checkpoints(Path(folder) / "checkpoints")]
         print(complete[-1] if complete else "none", flush=True)
         pid = os.fork()

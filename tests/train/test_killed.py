@@ -14,11 +14,11 @@ from tests.train.test_loop import numbers
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
 def test_resume_after_random_kills(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command = [sys.executable, str(Path(killed.__file__)), str(whole), str(parts), "9"]
+    command = [sys.executable, str(Path(killed.__file__)), str(whole), str(parts), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     checkpoints = done.stdout.split()  # the last one that each attempt starts from
-    assert len(checkpoints) == 3
+    assert len(checkpoints) == 5
     assert checkpoints == sorted(
         checkpoints, key=lambda name: "" if name == "none" else name
     )  # nothing once whole is lost
