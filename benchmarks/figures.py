@@ -34,7 +34,7 @@ STEPS_RESULTS = (
     "block-768-bfloat16-zen4",
     "block-2048-zen4",
 )
-STEPS = ("sigmoid", "sigmoid, converted")
+STEPS = ("sigmoid", "sigmoid, quadratic bias")
 LOWER_IS_BETTER = ("bits", "wer")
 LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
 Row = dict[str, Any]
@@ -190,15 +190,15 @@ def training_table(runs: list[Row]) -> str:
 
 
 def steps_table(report: Row) -> str:
-    """Return a table of the time of a training step: softmax's over sigmoid's, and the converted model's over that."""
+    """Return a table of the time of a training step: softmax's over sigmoid's, and that of the quadratic bias over it."""
     config = report["configuration"]
     lines = []
     for model in config["models"]:
         for n in config["lengths"]:
             for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
-                sigmoid, converted = (select(report["rows"], model=model, n=n, mode=mode, attention=a) for a in STEPS)
+                sigmoid, quadratic = (select(report["rows"], model=model, n=n, mode=mode, attention=a) for a in STEPS)
                 softmax_over_ours = [f"{row['softmax_time_over_this']:.2f}" for row in sigmoid]
-                over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in converted]
+                over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in quadratic]
                 lines.append([model, f"{n:,}", mode, *softmax_over_ours, *over_sigmoid])
     parts = {"layer": "One attention layer", "block": "One block"}
     measured = next(
@@ -208,7 +208,7 @@ def steps_table(report: Row) -> str:
         f"{measured} of width {config['embed_dim']}, {config['num_heads']} heads, {config['tokens']:,} tokens a batch, "
         f"threads: {config['threads']}; {provenance(report)}"
     )
-    head = ["model", "n", "mode", *config["dtypes"], *(f"converted, {dtype}" for dtype in config["dtypes"])]
+    head = ["model", "n", "mode", *config["dtypes"], *(f"quadratic bias, {dtype}" for dtype in config["dtypes"])]
     return f"{setting}:\n\n{table(head, lines)}"
 
 

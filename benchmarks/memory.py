@@ -26,7 +26,7 @@ COLUMNS = {
     "": ("implementation", ""),
     "MiB": ("extra_mib", ".1f"),
 }
-CONVERTED = "sigattn, converted"
+QUADRATIC = "sigattn, quadratic bias"
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
@@ -37,7 +37,7 @@ def measure_all(num_heads: int, head_dim: int, threads: int) -> list[dict[str, A
         for n, h in ((4096, num_heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
-        for name in (SDPA, OURS, CONVERTED)
+        for name in (SDPA, OURS, QUADRATIC)
     ]
 
 
@@ -59,7 +59,7 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
         q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         before = _peak_bytes()
-        out = (_converted if name == CONVERTED else CPU_IMPLEMENTATIONS[name].call)(
+        out = (_with_quadratic_bias if name == QUADRATIC else CPU_IMPLEMENTATIONS[name].call)(
             q, k, v, Options(-math.log(length), causal)
         )
         gradients = torch.autograd.grad(out, (q, k, v), grad_out)
@@ -70,8 +70,8 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
     print(json.dumps(row | {"extra_mib": extra_bytes(n) / 2**20}))
 
 
-def _converted(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-    """Return attention with the bias and the output scale of a converted model."""
+def _with_quadratic_bias(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    """Return attention with the bias and the output scale of ``QuadraticBias``."""
     _, heads, n, head_dim = query.shape
     bias = QuadraticBias(heads, head_dim, head_dim)
     visible = torch.arange(1, n + 1).unsqueeze(1) if options.causal else torch.tensor(n)

@@ -39,8 +39,11 @@ _COLUMNS = {
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
-SOFTMAX, SIGMOID, CONVERTED, VISIBLE = "softmax", "sigmoid", "sigmoid, converted", "sigmoid, converted, visible keys"
-_BIASES = {CONVERTED: "quadratic", VISIBLE: "head"}  # how the bias is learned
+SOFTMAX, SIGMOID, QUADRATIC, CONVERTED = "softmax", "sigmoid", "sigmoid, quadratic bias", "sigmoid, converted"
+_SETTINGS: dict[str, dict[str, Any]] = {
+    QUADRATIC: {"attention_bias": "log_visible", "learn_bias": "quadratic"},
+    CONVERTED: {"attention_bias": "log_visible", "learn_bias": "head", "normalize": True},
+}
 _RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
 _PARTS: dict[str, tuple[type[nn.Module], bool]] = {  # parts of "vit", and whether they are differentiated
     "block": (Block, True),
@@ -116,7 +119,7 @@ def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
 def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dict[str, Any]]:
     calls: dict[tuple[bool, str], Callable[[], object]] = {}
     for compiled in (False, True) if config.compiled else (False,):
-        for attention in (SOFTMAX, SIGMOID, CONVERTED, VISIBLE):
+        for attention in (SOFTMAX, SIGMOID, QUADRATIC, CONVERTED):
             calls[compiled, attention] = _step(config, model, n, attention, DTYPES[dtype], compiled=compiled)
     baselines.reset_compiled()
     timings = time_calls({f"{c} {a}": call for (c, a), call in calls.items()}, config.rounds)
@@ -143,8 +146,8 @@ def _step(
     recipe, batch = _recipe_and_batch(config, model, n)
     if attention == SOFTMAX:
         recipe = recipe.softmax()
-    elif attention in _BIASES:
-        recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias=_BIASES[attention])
+    elif attention in _SETTINGS:
+        recipe = recipe.with_transformer(**_SETTINGS[attention])
     module: nn.Module = recipe.task.build(recipe.model).train()
     if model in _PARTS:
         kind, differentiated = _PARTS[model]

@@ -115,9 +115,9 @@ def embed_group(model: Any, tokenize: Tokenize, texts: Sequence[str]) -> Embeddi
     """Return the embeddings of texts, and how often the first quarter of a text is nearest to its rest."""
     words = [text.split() for text in texts]
     counts = [max(1, len(of) // 4) for of in words]
-    halves = ([" ".join(of[:n]) for of, n in zip(words, counts, strict=True)],)
-    halves += ([" ".join(of[n:] or of) for of, n in zip(words, counts, strict=True)],)
-    queries, documents = (embed(model, tokenize, of) for of in halves)
+    beginnings = [" ".join(of[:n]) for of, n in zip(words, counts, strict=True)]
+    rests = [" ".join(of[n:] or of) for of, n in zip(words, counts, strict=True)]
+    queries, documents = (embed(model, tokenize, of) for of in (beginnings, rests))
     nearest = (queries @ documents.T).argmax(1)
     found = float(nearest.eq(torch.arange(len(texts))).double().mean())
     return Embeddings(embed(model, tokenize, texts), found)

@@ -39,7 +39,7 @@ def test_docstring_examples_of_layers(function):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_blocks_run(page, monkeypatch):
+def test_python_blocks_run(page):
     """One after another, as a reader pastes them."""
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):

@@ -67,10 +67,10 @@ def extra_mib(name, length, heads, dtype):
 
 
 def test_memory_is_far_below_that_of_the_weights():
-    """One head, 8,192 tokens. Typical: 24 MiB, and 34 of converted attention; the weights take 256."""
-    plain, converted = (extra_mib(name, 8192, 1, "float32") for name in (OURS, memory.CONVERTED))
+    """One head, 8,192 tokens. Typical: 24 MiB, and 34 with the quadratic bias; the weights take 256."""
+    plain, quadratic = (extra_mib(name, 8192, 1, "float32") for name in (OURS, memory.QUADRATIC))
     assert 0 < plain < 64
-    assert plain < converted < plain + 32
+    assert plain < quadratic < plain + 32
 
 
 def test_memory_in_bfloat16_is_not_hidden_by_a_conversion_of_the_inputs():

@@ -10,7 +10,7 @@ from benchmarks import steps
 from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.attention import Attention
 
-KINDS = (steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED, steps.VISIBLE)
+KINDS = (steps.SOFTMAX, steps.SIGMOID, steps.QUADRATIC, steps.CONVERTED)
 
 
 @pytest.mark.parametrize("model", ["language", "vit", "speech"])
@@ -26,11 +26,12 @@ def test_the_models_differ_in_the_attention_only(model, monkeypatch):
     assert {k: layer.activation for k, layer in kinds.items()} == {
         steps.SOFTMAX: "softmax",
         steps.SIGMOID: "sigmoid",
+        steps.QUADRATIC: "sigmoid",
         steps.CONVERTED: "sigmoid",
-        steps.VISIBLE: "sigmoid",
     }
     learned = {k: type(layer.attention_bias) for k, layer in kinds.items() if k not in (steps.SOFTMAX, steps.SIGMOID)}
-    assert learned == {steps.CONVERTED: QuadraticBias, steps.VISIBLE: VisibleKeysLinearBias}
+    assert learned == {steps.QUADRATIC: QuadraticBias, steps.CONVERTED: VisibleKeysLinearBias}
+    assert [k for k, layer in kinds.items() if layer.normalize] == [steps.CONVERTED]
     softmax, sigmoid = (
         {
             name: p.shape
@@ -71,7 +72,7 @@ def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     if part == "block":
         parameters += 2 * 2 + 2 * 2 + 2  # two linear layers and two LayerNorms, with biases, and two LayerScales
     # constant and slope, terms in q, output scale
-    learned = {steps.CONVERTED: 2 + 3 + 3, steps.VISIBLE: 2}.get(attention, 0)
+    learned = {steps.QUADRATIC: 2 + 3 + 3, steps.CONVERTED: 2}.get(attention, 0)
     assert len(gradients) == 1 + parameters + learned
     assert all(g.isfinite().all() for g in gradients)
 
