@@ -190,7 +190,7 @@ def training_table(runs: list[Row]) -> str:
 
 
 def steps_table(report: Row) -> str:
-    """Return a table of the time of a training step: softmax's over sigmoid's, and that of the quadratic bias over it."""
+    """Return a table of the time of a step: softmax's over sigmoid's, and that of the quadratic bias over it."""
     config = report["configuration"]
     lines = []
     for model in config["models"]:
