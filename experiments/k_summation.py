@@ -15,23 +15,19 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments import drawing, intervals, sweep
+from experiments import drawing, intervals, sweep, synthetic
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from experiments.instrumentation import replaced_attention
-from sigattn.data import synthetic
+from experiments.sequence_model import SequenceModel
 from sigattn.models import saving
-from sigattn.models.sequence import SequenceModel
 from sigattn.nn import functional
 from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
-from sigattn.tasks.synthetic import KSummation
 
 ACTIVATIONS = ("softmax", "sigmoid")
 MAP_COLOURS = {"softmax": "Oranges", "sigmoid": "Blues"}
@@ -48,7 +44,7 @@ def base(setting: Setting, k: int, small_steps: int = 1600, **model: Any) -> Rec
     Args:
         small_steps: steps at scale "small". model: settings of the model.
     """
-    recipe = replace(find_recipe("k-summation").with_transformer(**model), task=KSummation(k=k))
+    recipe = synthetic.k_summation(k).with_transformer(**model)
     if setting.scale != "paper":
         recipe = recipe.with_transformer(seq_len=16)
     if setting.scale == "smoke":

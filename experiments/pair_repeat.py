@@ -13,23 +13,20 @@ from dataclasses import replace
 
 import torch
 
-from experiments import drawing, intervals, sweep
+from experiments import drawing, intervals, sweep, synthetic
 from experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
-from sigattn.data import synthetic
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
-from sigattn.tasks.synthetic import PairRepeat
 
 TOLERANCE = 0.05  # of the accuracy, which is 0.5 for a guess
 
 
 def base(setting: Setting) -> Recipe:
     """Return the recipe; below the paper's scale with fewer symbols and shorter sequences, which are learned sooner."""
-    recipe = find_recipe("pair-repeat")
+    recipe = synthetic.pair_repeat()
     steps = setting.steps(6, 1200, recipe.training.max_steps)
     if setting.scale != "paper":
-        task = PairRepeat(lengths=(8, 9))
+        task = synthetic.PairRepeat(lengths=(8, 9))
         recipe = replace(recipe.with_transformer(num_symbols=5, seq_len=12), task=task)
     if setting.scale == "smoke":
         recipe = recipe.with_transformer(embed_dim=32)
@@ -51,7 +48,7 @@ def measure_accuracy_over_lengths(setting: Setting) -> Result:
             model = run.load_model()
             for length in lengths:
                 with torch.no_grad():
-                    metrics = PairRepeat().evaluate(model, problem.of_length(length, 1024))
+                    metrics = synthetic.synthetic.PairRepeat().evaluate(model, problem.of_length(length, 1024))
                 row = {"model": name, "seed": run.seed, "length": length, "trained": length in problem.lengths}
                 data.append({**row, "accuracy": metrics["accuracy"]})
     figure, (axis,) = drawing.axes_grid(1, width=6.0, height=4.0)

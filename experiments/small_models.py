@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import modules
 
-from experiments import drawing, intervals, sweep
+from experiments import drawing, intervals, sweep, synthetic
 from experiments.experiment import (
     LANGUAGE,
     TRAINING,
@@ -46,7 +46,6 @@ from sigattn.nn.guide import recommend
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
-from sigattn.tasks import synthetic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,8 +103,8 @@ class SmallTask:
     @property
     def base(self) -> Recipe:
         """Recipe with sigmoid attention, in full length."""
-        recipe = find_recipe(self.recipe).with_transformer(**self.changes)
-        return replace(recipe, task=synthetic.KSummation(k=self.terms)) if self.terms else recipe
+        recipe = synthetic.k_summation(self.terms) if self.terms else find_recipe(self.recipe)
+        return recipe.with_transformer(**self.changes)
 
     def shortened(self, setting: Setting) -> Recipe:
         """Return the recipe for a scale."""

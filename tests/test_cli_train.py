@@ -228,7 +228,7 @@ class TestTrain:
             (["train", "asr-ls960", "--data", "/nowhere"], 1, "no such file or folder: /nowhere"),
             (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
-            (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
+            (["train", "lm-1b-2k", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
             (
                 ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],
                 2,

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from sigattn.models import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -35,6 +38,18 @@ def test_vit_digits(run):
     accuracies = [float(x) for x in re.findall(r"accuracy ([\d.]+) %", printed)]
     assert len(accuracies) == 2
     assert accuracies[-1] > 30
+
+
+def test_text_classifier(run, tmp_path):
+    """A model of one's own is trained, saved and loaded, and padding does not affect its result."""
+    _, printed = run("text_classifier.py", "--steps", "30", "--folder", str(tmp_path))
+    assert float(re.findall(r"accuracy ([\d.]+) %", printed)[-1]) > 20  # 12.5 by chance
+    model = load(tmp_path / "model")
+    assert repr(model) in printed
+    tokens, lengths = torch.randint(256, (2, 20)), torch.tensor([20, 11])
+    logits = model(tokens, lengths)
+    torch.testing.assert_close(model(torch.cat([tokens, tokens], 1), lengths), logits)
+    torch.testing.assert_close(model(tokens[1:, :11], lengths[1:]), logits[1:])
 
 
 @pytest.mark.parametrize(("name", "lines"), [("packed_sequences.py", 4), ("decoding.py", 1)])

@@ -66,7 +66,6 @@ SETTINGS = [
         ["train", "vit-supervised", "--tiny", "--model.num-classes", "5"],
         "10 classes and the model 5 (--model.num-classes)",
     ),
-    (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
     (["demo", "--log-attention-every", "5"], "log_attention_every must be 1"),
     (["demo", "--embed-dim", "16", "--num-heads", "16"], "head_dim must be even, got 1"),
@@ -326,13 +325,13 @@ def test_full_disk_while_training(name, full_disk, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (["--model.seq-len", str(10**13)], "can't allocate memory: you tried to allocate "),
+        (["--model.mlp-dim", str(10**13)], "can't allocate memory: you tried to allocate "),
         (["--training.batch-size", str(10**13)], "can't allocate memory: you tried to allocate "),
         (["--model.embed-dim", str(10**10)], "Storage size calculation overflowed"),
     ],
 )
 def test_settings_that_take_too_much_memory(setting, message, tmp_path, capsys):
-    arguments = ["train", "k-summation", "--tiny", "--folder", tmp_path / "run", *setting]
+    arguments = ["train", "lm-1b-2k", "--tiny", "--folder", tmp_path / "run", *setting]
     code, said = failure([str(a) for a in arguments], capsys)
     assert code == DATA
     assert said.startswith("sigattn: out of memory (")

@@ -35,7 +35,6 @@ ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mea
     "CpuBenchmark.max_naive_gib": {0},  # without the naive formula
     "KernelBenchmark.max_graph_length": {0},  # no graphs
     "LanguageModelling.end_token": {0},  # a token's number
-    "SequenceModelConfig.num_symbols": {0},  # numbers instead of symbols
     "SpeechModelConfig.layer_drop": {0},
     "TrainConfig.betas": {0},
     "TrainConfig.decay_start": {0},

@@ -9,8 +9,6 @@ from sigattn.models import (
     LanguageModelConfig,
     MaskedAutoencoder,
     MaskedAutoencoderConfig,
-    SequenceModel,
-    SequenceModelConfig,
     SpeechModel,
     SpeechModelConfig,
     ViT,
@@ -108,13 +106,10 @@ VISION = {
 
 
 def test_models_of_one_length():
-    sequence = {"seq_len": 64, "embed_dim": E, "num_heads": H}
     images = ViTConfig(**{**VISION, "position": "sincos"})
     autoencoder = MaskedAutoencoder(
         MaskedAutoencoderConfig(encoder=images, decoder_num_layers=1, decoder_embed_dim=E, decoder_num_heads=H)
     )
-    numbers = SequenceModel(SequenceModelConfig(**sequence)).eval()
-    symbols = SequenceModel(SequenceModelConfig(**sequence, num_symbols=5)).eval()
     assert_exported(
         lambda b, n, m: (torch.randn(b, 1, 8, 8),),
         (BATCH,),
@@ -123,8 +118,6 @@ def test_models_of_one_length():
         sincos=ViT(images),
         encoder=autoencoder.encoder,
         autoencoder=lambda x: autoencoder(x)[0] * 0,  # its order of patches is random
-        numbers=lambda x: numbers(x.flatten(1)),
-        symbols=lambda x: symbols(x.flatten(1).abs().long().clamp(max=5)),
     )
 
 

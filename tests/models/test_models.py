@@ -13,13 +13,10 @@ from torch.nn import functional as F
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
-from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.text_classifier import TextClassifier, TextClassifierConfig
 from sigattn.models.transformer import recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
 from sigattn.nn.attention import Attention
-from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.tasks.mae import reconstruction_error
 
@@ -30,7 +27,6 @@ MAE = MaskedAutoencoderConfig(
     encoder=replace(VISION, attention_bias="log_batch"), decoder_num_layers=1, decoder_embed_dim=16, decoder_num_heads=2
 )
 LANGUAGE = LanguageModelConfig(vocab_size=11, max_seq_len=16, num_layers=2, embed_dim=16, num_heads=2)
-SEQUENCE = SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=6)
 TINY = {name: kind().tiny() for name, kind in MODELS.items()}
 
 
@@ -53,15 +49,6 @@ class TestParameterCounts:
         """With the front end of the paper's text; its table has 104M."""
         config = SpeechModelConfig(num_layers=16, embed_dim=512, mlp_dim=2048, block_kind="conformer", position="rope")
         assert millions(config) == pytest.approx(97.3, abs=0.1)
-
-    def test_k_summation(self):
-        assert millions(SequenceModelConfig()) == pytest.approx(0.187, abs=5e-5)
-        assert millions(SequenceModelConfig(kind="mlp")) == 0.307501
-
-    def test_pair_repeat(self):
-        """The paper's MLP has "a similar number of parameters"."""
-        model = find_recipe("pair-repeat").model
-        assert millions(replace(model, kind="mlp")) == pytest.approx(millions(model), rel=0.01)
 
     @pytest.mark.parametrize(("k", "stated"), [(1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0)])
     def test_kappa_models(self, k, stated):
@@ -356,32 +343,6 @@ def test_cached_generation_is_what_the_whole_sequence_gives():
 def test_context_bias():
     model = build(ViTConfig(**{**SIZES["Ti"], "num_layers": 1}, attention_bias="log_context"), "meta")
     assert model.blocks[0].attention.attention_bias.value == -math.log(197)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("position", ["rope", "alibi", "none"])
-def test_padding_does_not_affect_the_class_of_a_text(position):
-    model = TextClassifier(TextClassifierConfig(num_layers=2, embed_dim=16, num_heads=2, position=position)).eval()
-    tokens = torch.randint(256, (2, 20))
-    logits = model(tokens, torch.tensor([20, 11]))
-    padded = torch.cat([tokens, torch.randint(256, (2, 5))], 1)
-    torch.testing.assert_close(model(padded, torch.tensor([20, 11])), logits)
-    torch.testing.assert_close(model(tokens[1:, :11]), logits[1:])
-    assert not torch.allclose(model(tokens.roll(1, 1)), model(tokens), atol=1e-6) or position == "none"
-    with pytest.raises(ValueError, match="513 tokens do not fit in a context of 512"):
-        model(torch.zeros(1, 513, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"lengths must be \(batch,\) = \(2,\), got \(1,\)"):
-        model(tokens, torch.tensor([3]))
-
-
-@pytest.mark.parametrize("kind", ["transformer", "mlp"])
-def test_sequence_models(kind):
-    numbers = SequenceModel(replace(SEQUENCE, kind=kind))
-    assert numbers(torch.randn(3, 6)).shape == (3, 1)
-    symbols = SequenceModel(replace(SEQUENCE, kind=kind, num_symbols=4, num_outputs=2))
-    assert symbols(torch.randint(5, (3, 6))).shape == (3, 2)
-    with pytest.raises(ValueError, match=r"\(batch, 6\), got \(3, 7\)"):
-        numbers(torch.randn(3, 7))
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,7 @@ def test_recipe_builds_and_is_documented(recipe):
         recipe.task.build(recipe.model)
     words = RECIPES[recipe.name].__doc__
     assert f"sigattn train {recipe.name} " in words
-    is_of_the_paper = recipe.name != "text-classifier"
-    for part in ("Hardware:", "Time:", *(["Paper:"] if is_of_the_paper else [])):
+    for part in ("Hardware:", "Time:", "Paper:"):
         assert part in words
     assert recipe.gpu_hours() > 0
 
@@ -286,7 +285,7 @@ def test_tiny_form_keeps_shared_key_heads():
     assert small.transformer.num_kv_heads == 1
 
 
-FAMILIES = ["lm-1b-2k", "vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960", "k-summation"]
+FAMILIES = ["lm-1b-2k", "vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960"]
 SAME_BLOCKS = FAMILIES[2:5]  # as those of vit-supervised
 
 

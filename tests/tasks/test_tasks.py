@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sigattn.data import synthetic
 from sigattn.data.dataset import DataError
 from sigattn.data.speech import CharTokenizer
 from sigattn.models.language import LanguageModelConfig
-from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
@@ -20,7 +18,6 @@ from sigattn.tasks.ctc import CTC
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.synthetic import KSummation, PairRepeat
 from tests.models.test_models import MAE, VISION
 
 SMALL = replace(VISION, drop_path=0.0)
@@ -235,54 +232,3 @@ class TestCTC:
     def test_wrong_vocabulary_raises(self):
         with pytest.raises(ValueError, match="28 characters needs vocab_size=29, got 30"):
             self.task.build(SpeechModelConfig(vocab_size=30))
-
-
-class TestSynthetic:
-    def test_k_summation(self):
-        data = synthetic.KSummationData(10, 3)
-        inputs, sums = data.batch(0, 200, seed=0)
-        values, chosen = inputs.chunk(2, 1)
-        assert (chosen.sum(1) == 3).all()
-        assert set(chosen.unique().tolist()) == {0.0, 1.0}
-        torch.testing.assert_close(
-            sums.squeeze(1), torch.stack([v[c.bool()].sum() for v, c in zip(values, chosen, strict=True)])
-        )
-        parts = [data.batch(0, 200, seed=0, shard=(rank, 3)) for rank in range(3)]
-        assert torch.equal(parts[1][0], inputs[1::3])
-        assert not torch.equal(data.batch(1, 200, seed=0)[0], inputs)
-        task = KSummation()
-        model = task.build(SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=10))
-        expected = (model(inputs) - sums).square().mean()
-        torch.testing.assert_close(task.loss(model, (inputs, sums)), expected)
-        with pytest.raises(ValueError, match="length must be even and k within"):
-            synthetic.KSummationData(10, 6)
-
-    def test_pair_repeat(self):
-        data = synthetic.PairRepeatData(num_symbols=3, max_length=12, lengths=(6, 9))
-        symbols, answers = data.batch(0, 400, seed=0)
-        lengths = (symbols < 3).sum(1)
-        assert set(lengths.tolist()) == {6, 9}
-        assert answers.sum() == 200
-        places = set()
-        for row, n, answer in zip(symbols.tolist(), lengths.tolist(), answers.tolist(), strict=True):
-            assert row[n:] == [3] * (12 - n)
-            found = [i for i in range(2, n - 1) if row[i : i + 2] == row[:2]]
-            assert bool(found) == bool(answer)
-            places |= set(found)
-        assert places == set(range(2, 8))
-        ((held, _),) = data.of_length(11, 2000)
-        assert ((held < 3).sum(1) == 11).all()
-        assert len(held) == 1024
-        with pytest.raises(ValueError, match="lengths within 4"):
-            synthetic.PairRepeatData(lengths=(3,))
-
-    def test_pair_repeat_metrics(self):
-        class Fixed(torch.nn.Module):
-            def forward(self, symbols):
-                return symbols[:, :1].float() - 0.5
-
-        batch = (torch.tensor([[0], [1], [1], [0]]), torch.tensor([0, 1, 0, 1]))
-        found = PairRepeat().evaluate(Fixed(), [batch])
-        assert found["accuracy"] == 0.5
-        expected = (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(0.5))) / 2
-        assert found["loss"] == pytest.approx(expected)

@@ -19,7 +19,6 @@ from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
 from sigattn.models.saving import save as save_model
-from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.vision import ViT, ViTConfig
 from sigattn.tasks.byol import BYOL
@@ -186,13 +185,13 @@ def test_weight_decay_and_mup_simple_apply_to_matrices_only():
 
 def test_tokens_and_head_biases_are_no_matrices():
     """The class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors; weights (1, D) are a matrix."""
-    vision = ViT(ViTConfig(image_size=8, patch_size=4, num_layers=1, embed_dim=16, num_heads=2, pool="cls"))
+    settings = {"image_size": 8, "patch_size": 4, "num_layers": 1, "embed_dim": 16, "num_heads": 2}
+    vision = ViT(ViTConfig(**settings, num_classes=1, pool="cls"))
     heads = LanguageModel(replace(MODEL, learn_bias="head"))
-    sequence = SequenceModel(SequenceModelConfig(embed_dim=16, num_heads=2))
     for model, name, decay in (
         (vision, "cls", 0.0),
         (heads, "blocks.0.attention.attention_bias.value", 0.0),
-        (sequence, "output.2.weight", 0.1),
+        (vision, "head.weight", 0.1),
     ):
         parameter = model.get_parameter(name)
         groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups

@@ -1,14 +1,12 @@
-"""Data sets of text, images, speech and synthetic problems, as batches that depend on seed and step only."""
+"""Data sets of text, images and speech, as batches that depend on seed and step only."""
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch
 from sigattn.data.digits import Digits
 from sigattn.data.documents import iter_documents
 from sigattn.data.images import ImageFolder
-from sigattn.data.labelled_text import LabelledText, load_labelled_text
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
-from sigattn.data.synthetic import KSummationData, PairRepeatData
 from sigattn.data.text import TextData, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
 from sigattn.data.unreadable import UnreadableFiles
@@ -20,9 +18,6 @@ __all__ = [
     "DataError",
     "Digits",
     "ImageFolder",
-    "KSummationData",
-    "LabelledText",
-    "PairRepeatData",
     "PlaceholderBatch",
     "Speech",
     "StreamedText",
@@ -32,7 +27,6 @@ __all__ = [
     "group_by_duration",
     "iter_documents",
     "librispeech",
-    "load_labelled_text",
     "load_packed",
     "load_text",
     "load_tokenizer",

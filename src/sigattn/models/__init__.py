@@ -1,4 +1,4 @@
-"""Language, vision, speech and sequence models of the same block, each built from a frozen configuration.
+"""Language, vision and speech models of the same block, each built from a frozen configuration.
 
 ``SIZES`` has the sizes of vision transformers, Ti to L, as settings of ``ViTConfig``.
 """
@@ -7,14 +7,13 @@ from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfi
 from sigattn.models.config import ModelConfig, TransformerConfig
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.models.saving import ModelError, build, load, save
-from sigattn.models.sequence import SequenceModel, SequenceModelConfig
+from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.text_classifier import TextClassifier, TextClassifierConfig
 from sigattn.models.transformer import Transformer, recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
 
 __all__ = [
+    "MODELS",
     "SIZES",
     "LanguageModel",
     "LanguageModelConfig",
@@ -23,12 +22,8 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "SamplingConfig",
-    "SequenceModel",
-    "SequenceModelConfig",
     "SpeechModel",
     "SpeechModelConfig",
-    "TextClassifier",
-    "TextClassifierConfig",
     "Transformer",
     "TransformerConfig",
     "ViT",

@@ -30,9 +30,7 @@ from sigattn.files import (
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import ModelConfig
 from sigattn.models.language import LanguageModelConfig
-from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.text_classifier import TextClassifierConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.validation import SettingsError
 
@@ -42,9 +40,8 @@ MODELS: dict[str, type[ModelConfig]] = {
     "vision": ViTConfig,
     "masked-autoencoder": MaskedAutoencoderConfig,
     "speech": SpeechModelConfig,
-    "sequence": SequenceModelConfig,
-    "text-classifier": TextClassifierConfig,
 }
+"""Configurations of the models that ``save`` and ``load`` support, by name; a model of one's own is added to it."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -68,17 +65,17 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     """Write a model's configuration and weights to a folder, which is created if missing.
 
     Args:
-        model: a model of this library. folder: the folder.
+        model: the model. folder: the folder.
         state: its whole weights, if the model is sharded over processes; None for ``model.state_dict()``.
 
     Raises:
-        TypeError: if the model is not one of this library's.
+        TypeError: if the model's configuration is not in ``MODELS``.
         OSError: if a file cannot be written, or ``folder`` is a file.
     """
     config: Any = getattr(model, "config", None)
     name = next((name for name, kind in MODELS.items() if type(config) is kind), None)
     if name is None:
-        raise TypeError(f"save supports the models of sigattn.models, got {type(model).__name__}")
+        raise TypeError(f"save needs a configuration that is in sigattn.models.MODELS, got {type(model).__name__}")
     folder = Path(folder)
     if folder.is_file():
         raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, not a file", str(folder))

@@ -39,8 +39,8 @@ def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = 
         recipe: the recipe.
         path: for language models a text file or folder, a streamed data set (``hf:NAME``, ``hf:NAME:CONFIGURATION``)
             or a .bin file of ``sigattn pack``; for vision a folder with train and val; for speech LibriSpeech's root,
-            or the spoken digits as a folder or .tar.gz. None for CPython's documentation as bytes, the handwritten
-            digits, or a synthetic problem.
+            or the spoken digits as a folder or .tar.gz. None for CPython's documentation as bytes, or the handwritten
+            digits.
         tokenizer: tokenizer file of a language model whose vocabulary is not bytes.
         workers: number of processes that read images.
 
@@ -224,12 +224,8 @@ class ImageSource(DataSource):
                 "data",
                 "tiny",
             )
-        if recipe.task.has_labels:
-            check_classes(str(path or "the set of handwritten digits"), data.classes, model)
+        if recipe.task.has_labels and len(data.classes) != model.num_classes:
+            name = path or "the set of handwritten digits"
+            classes = f"{name} has {len(data.classes)} classes and the model {model.num_classes}"
+            raise SettingsError(classes, "model.num_classes")
         return data
-
-
-def check_classes(name: str, classes: Sequence[str], model: Any) -> None:
-    """Raise SettingsError if a data set has more or fewer classes than the model."""
-    if len(classes) != model.num_classes:
-        raise SettingsError(f"{name} has {len(classes)} classes and the model {model.num_classes}", "model.num_classes")

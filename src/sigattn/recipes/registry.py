@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.recipes import language, speech, synthetic, text, vision
+from sigattn.recipes import language, speech, vision
 from sigattn.recipes.recipe import Recipe
 
 
@@ -13,8 +13,7 @@ class RecipeError(Exception):
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    make.__name__.replace("_", "-"): make
-    for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES, *text.RECIPES)
+    make.__name__.replace("_", "-"): make for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES)
 }
 
 

@@ -8,17 +8,14 @@ from sigattn.tasks.distillation import Distillation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.synthetic import KSummation, PairRepeat
 
 __all__ = [
     "BYOL",
     "CTC",
     "Classification",
     "Distillation",
-    "KSummation",
     "LanguageModelling",
     "MaskedAutoencoding",
-    "PairRepeat",
     "SimCLR",
     "Task",
 ]

@@ -1,14 +1,36 @@
-"""The paper's two synthetic problems (App. "Simple Experiments"), with new samples at every step."""
+"""The paper's two synthetic problems (App. "Simple Experiments"): generated data, tasks and recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from experiments.sequence_model import SequenceModelConfig
 from sigattn.data.dataset import Batch, Data, sample_generator
-from sigattn.validation import SettingsError
+from sigattn.data.task import Task
+from sigattn.recipes.recipe import DataSource, Recipe
+from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError, check_at_least
+
+TRAINING = TrainConfig(
+    batch_size=256,
+    optimizer="adam",
+    learning_rate=1e-3,
+    betas=(0.9, 0.999),
+    weight_decay=0.0,
+    max_grad_norm=None,
+    warmup_steps=0,
+    final_learning_rate=0.0,
+    validate_every=1000,
+    checkpoint_every=1000,
+    log_attention_every=10,
+)
 
 
 class KSummationData(Data):
@@ -119,3 +141,107 @@ class PairRepeatData(Data):
         same = (drawn[:, 2:-1] == drawn[:, :1]) & (drawn[:, 3:] == drawn[:, 1:2])
         within = torch.arange(3, drawn.shape[1]) < lengths[:, None]
         return (same & within).any(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSummation(Task):
+    """Mean squared error of the sum of k marked numbers. A batch is sequences (B, n) and sums (B, 1). Metrics: loss.
+
+    Attributes:
+        k: number of numbers that are added.
+    """
+
+    k: int = 1
+    metric = "loss"
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "k")
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean squared error."""
+        return F.mse_loss(module(batch[0]).float(), batch[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRepeat(Task):
+    """Binary cross-entropy of the answer if the first pair of symbols occurs again in a sequence.
+
+    A batch is symbols (B, n) and answers (B,). Metrics: ``loss``, ``accuracy``.
+
+    Attributes:
+        lengths: lengths of the training sequences, each at least 4: two pairs.
+    """
+
+    lengths: tuple[int, ...] = (14, 15)
+    metric = "accuracy"
+
+    def __post_init__(self) -> None:
+        check_at_least(4, self, "lengths")
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean binary cross-entropy in nats."""
+        return F.binary_cross_entropy_with_logits(module(batch[0]).squeeze(-1).float(), batch[1].float())
+
+    def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        symbols, answers = batch
+        logits = module(symbols).squeeze(-1).float()
+        loss = F.binary_cross_entropy_with_logits(logits, answers.float(), reduction="sum")
+        return {"loss": loss, "accuracy": ((logits > 0) == answers.bool()).sum()}, len(answers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSummationSource(DataSource):
+    """Sequences of numbers, generated."""
+
+    name: str = "generated"
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> KSummationData:
+        model: Any = recipe.model
+        task: Any = recipe.task
+        return KSummationData(model.seq_len, task.k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRepeatSource(DataSource):
+    """Sequences of symbols, generated."""
+
+    name: str = "generated"
+
+    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> PairRepeatData:
+        model: Any = recipe.model
+        task: Any = recipe.task
+        return PairRepeatData(model.num_symbols, model.seq_len, task.lengths)
+
+
+def k_summation(k: int) -> Recipe:
+    """Return the recipe of one layer of width 120 that adds the k marked ones of 20 numbers.
+
+    With ``kind="mlp"`` the model is the MLP of 307k parameters.
+    """
+    return Recipe(
+        name="k-summation",
+        domain="Synthetic",
+        objective="k-summation",
+        model=SequenceModelConfig(),
+        task=KSummation(k=k),
+        training=replace(TRAINING, max_steps=20_000, schedule="constant"),
+        tiny_training={},
+        data=KSummationSource(),
+    )
+
+
+def pair_repeat() -> Recipe:
+    """Return the recipe of two layers of width 160 that decide if the first pair of 14 or 15 symbols occurs again.
+
+    With ``kind="mlp"`` the model is an MLP with as many parameters, 638k.
+    """
+    return Recipe(
+        name="pair-repeat",
+        domain="Synthetic",
+        objective="pair repeat",
+        model=SequenceModelConfig(num_layers=2, embed_dim=160, seq_len=22, num_symbols=9, mlp_dims=(695, 695)),
+        task=PairRepeat(),
+        training=replace(TRAINING, max_steps=19_531, warmup_steps=976),
+        tiny_training={},
+        data=PairRepeatSource(),
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.models.config import TransformerConfig
+from sigattn.models.saving import MODELS
 from sigattn.models.transformer import Transformer
 from sigattn.nn.bias_rules import Learn, Rule
 from sigattn.nn.initialization import initialize
@@ -61,6 +62,9 @@ class SequenceModelConfig(TransformerConfig):
     def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:
         shape = (batch_size, self.seq_len)
         return (torch.randint(self.num_symbols, shape) if self.num_symbols else torch.randn(shape),)
+
+
+MODELS["sequence"] = SequenceModelConfig
 
 
 class MLPHead(nn.Sequential):
