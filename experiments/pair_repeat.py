@@ -48,7 +48,7 @@ def measure_accuracy_over_lengths(setting: Setting) -> Result:
             model = run.load_model()
             for length in lengths:
                 with torch.no_grad():
-                    metrics = synthetic.synthetic.PairRepeat().evaluate(model, problem.of_length(length, 1024))
+                    metrics = synthetic.PairRepeat().evaluate(model, problem.of_length(length, 1024))
                 row = {"model": name, "seed": run.seed, "length": length, "trained": length in problem.lengths}
                 data.append({**row, "accuracy": metrics["accuracy"]})
     figure, (axis,) = drawing.axes_grid(1, width=6.0, height=4.0)
