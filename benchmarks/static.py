@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine_code, provenance, static_hopper
+from benchmarks import machine_code, provenance, static_hopper, tile_shapes
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
 from benchmarks.tables import mask_name
 from sigattn.ops.triton import tma, tuning
@@ -105,7 +105,7 @@ def _variants(head_dim: int) -> Iterator[CompiledKernel]:
                 yield replace(variant, kernel=f"{kernel}, {form}")
         if kernel not in PARTS:
             # the first two candidates of ``python -m benchmarks tune`` that use TMA
-            for config in [c for c in tuning.candidates(kernel, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
+            for config in [c for c in tile_shapes.candidates(kernel, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
                 variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config)
                 yield replace(variant, kernel=f"{kernel}, TMA")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import machine_code
+from benchmarks import machine_code, tile_shapes
 from benchmarks.compiled_kernel import CompiledKernel, summarize
 from sigattn.ops.triton import tuning
 
@@ -26,7 +26,7 @@ def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[C
         compile_kernel(kernel, d, causal, config)
         for d in head_dims
         for kernel in tuning.HOPPER_CONFIGS
-        for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER_CONFIGS[kernel][d]])
+        for config in (tile_shapes.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER_CONFIGS[kernel][d]])
         if config.persistent  # the others are the same code
         for causal in (False, True)
     ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import gpu, provenance, reference, subprocesses
+from benchmarks import gpu, provenance, reference, subprocesses, tile_shapes
 from benchmarks.inputs import DTYPES, Inputs, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import mask_name, print_rows
@@ -141,9 +141,9 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
         found += [current._replace(tma=not current.tma)]
         found += [c for c in (tuning.HOPPER_CONFIGS[case.kernel].get(case.head_dim),) if c is not None]
     elif config.warp_specialized:
-        found += tuning.hopper_candidates(case.kernel, case.head_dim)
+        found += tile_shapes.hopper_candidates(case.kernel, case.head_dim)
     else:
-        found += [c for c in tuning.candidates(case.kernel, case.head_dim) if c != current]
+        found += [c for c in tile_shapes.candidates(case.kernel, case.head_dim) if c != current]
     return found if config.max_candidates is None else found[: 1 + config.max_candidates]
 
 

@@ -42,8 +42,8 @@ def test_vit_digits(run):
 
 def test_text_classifier(run, tmp_path):
     """A model of one's own is trained, saved and loaded, and padding does not affect its result."""
-    _, printed = run("text_classifier.py", "--steps", "30", "--folder", str(tmp_path))
-    assert float(re.findall(r"accuracy ([\d.]+) %", printed)[-1]) > 20  # 12.5 by chance
+    _, printed = run("text_classifier.py", "--steps", "16", "--folder", str(tmp_path))
+    assert float(re.findall(r"accuracy ([\d.]+) %", printed)[-1]) > 15  # 12.5 by chance
     model = load(tmp_path / "model")
     assert repr(model) in printed
     tokens, lengths = torch.randint(256, (2, 20)), torch.tensor([20, 11])

@@ -28,17 +28,17 @@ def read_json_object(path: Path, **keys: Kind) -> dict[str, Any]:
         OSError: if the file cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FileFormatError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    if missing := keys.keys() - found.keys():
+    if not isinstance(content, dict):
+        raise FileFormatError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    if missing := keys.keys() - content.keys():
         raise FileFormatError(f"{path} lacks {', '.join(sorted(missing))}")
     for key, kind in keys.items():
-        if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
-            raise FileFormatError(f"{path} has a wrong value for {key}: {str(found[key])[:60]!r}")
-    return found
+        if not isinstance(content[key], kind) or (kind is int and isinstance(content[key], bool)):
+            raise FileFormatError(f"{path} has a wrong value for {key}: {str(content[key])[:60]!r}")
+    return content
 
 
 @contextmanager
@@ -84,8 +84,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
         ) from error
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path} is damaged") from error
-    found = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in lines]
-    checksums = {match[2]: match[1] for match in found if match}
+    matches = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in lines]
+    checksums = {match[2]: match[1] for match in matches if match}
     if len(checksums) < len(lines):
         raise FileFormatError(f"{path} is damaged")
     return checksums

@@ -16,13 +16,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def list_devices() -> list[torch.device]:
     """Return the CPU and all accelerators that PyTorch can use."""
-    found = [torch.device("cpu")]
+    devices = [torch.device("cpu")]
     if torch.accelerator.is_available():
-        found += [
+        devices += [
             torch.device(f"{torch.accelerator.current_accelerator()}:{i}")
             for i in range(torch.accelerator.device_count())
         ]
-    return found
+    return devices
 
 
 def describe() -> str:

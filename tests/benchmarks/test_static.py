@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import hopper_model, machine_code, static, static_hopper
+from benchmarks import hopper_model, machine_code, static, static_hopper, tile_shapes
 from sigattn.ops.triton import tuning
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -150,7 +150,7 @@ def test_some_products_are_asynchronous_on_hopper():
 def test_candidates_of_tune(kernel, head_dim):
     """Asynchronous, within shared memory, and nearly nothing spilled."""
     cases = []
-    for config in tuning.candidates(kernel, head_dim):
+    for config in tile_shapes.candidates(kernel, head_dim):
         parts = [{"grad_value": None}, {"grad_key": None}] if config.split_dkdv else [{}]
         cases += [(kernel, 90, "bfloat16", head_dim, False, {"config": config, **part}) for part in parts]
     for report in compiled(cases):

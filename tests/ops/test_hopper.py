@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from benchmarks import tile_shapes
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import backward as hopper_backward
 from sigattn.ops.hopper import forward as hopper
@@ -155,7 +156,7 @@ each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("kernel", "d", "config"),
-    [(k, d, c) for k in tuning.HOPPER_CONFIGS for d in (64, 128) for c in tuning.hopper_candidates(k, d)],
+    [(k, d, c) for k in tuning.HOPPER_CONFIGS for d in (64, 128) for c in tile_shapes.hopper_candidates(k, d)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):

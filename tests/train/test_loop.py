@@ -191,7 +191,7 @@ def test_tokens_and_head_biases_are_no_matrices():
     for model, name, decay in (
         (vision, "cls", 0.0),
         (heads, "blocks.0.attention.attention_bias.value", 0.0),
-        (vision, "head.weight", 0.1),
+        (vision, "output.weight", 0.1),
     ):
         parameter = model.get_parameter(name)
         groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups

@@ -98,10 +98,10 @@ def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup,
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sharding = SequenceSharding(local * ranks if length is None else length, ranks, balanced)
     if sharding.size(rank) != local:
-        given = f"length={length}" if length is not None else "no length given"
+        length_passed = f"length={length}" if length is not None else "no length given"
         raise ValueError(
             f"of {sharding.length} positions over {ranks} processes, balanced={balanced}, process {rank} has "
-            f"{sharding.size(rank)}, but got {local} ({given}): shard the sequence "
+            f"{sharding.size(rank)}, but got {local} ({length_passed}): shard the sequence "
             "by SequenceSharding.shard and pass length"
         )
     return sharding

@@ -129,33 +129,10 @@ class ContextParallelShard:
         """Return this process's part of a tensor (B, N, …)."""
         return self.sharding.shard(whole, self.mesh.get_local_rank())
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        window: tuple[int, int] | None,
-        bias: float | Tensor,
-        alibi_slopes: Tensor | None,
-        normalize: bool,
-    ) -> Tensor:
-        """Call ``context_parallel_attention`` with this process's part."""
-        return context_parallel_attention(
-            query,
-            key,
-            value,
-            mesh=self.mesh,
-            is_causal=is_causal,
-            enable_gqa=True,
-            bias=bias,
-            window=window,
-            alibi_slopes=alibi_slopes,
-            normalize=normalize,
-            length=self.length,
-            balanced=self.sharding.balanced,
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Call ``context_parallel_attention`` with this process's part and its options."""
+        options |= {"mesh": self.mesh, "length": self.length, "balanced": self.sharding.balanced}
+        return context_parallel_attention(query, key, value, enable_gqa=True, **options)
 
 
 @contextmanager

@@ -141,8 +141,8 @@ class SigattnLM(TemplateLM):
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         until, max_tokens, sampling = _generation_options(options)
         # a prompt keeps at least half of the context, and the continuation gets what it leaves
-        kept = max(self.max_length - max_tokens, -(-self.max_length // 2))
-        tokens = (self.tok_encode(context) or [self.eot_token_id])[-kept:]
+        num_prompt_tokens = max(self.max_length - max_tokens, -(-self.max_length // 2))
+        tokens = (self.tok_encode(context) or [self.eot_token_id])[-num_prompt_tokens:]
         max_tokens = min(max_tokens, self.max_length - len(tokens))
         ends = [] if self.end_token is None else [self.end_token]
         prompt = torch.tensor(tokens, device=next(self.model.parameters()).device)

@@ -18,14 +18,14 @@ def unchanged_running_stats(module: nn.Module) -> Iterator[None]:
     Within it they are copies, because ``checkpoint`` needs the same operations as in the first forward.
     """
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
-    kept = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+    running_stats = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
     try:
-        for norm, buffers in kept:
+        for norm, buffers in running_stats:
             for name, buffer in buffers.items():
                 setattr(norm, name, buffer.clone())
         yield
     finally:
-        for norm, buffers in kept:
+        for norm, buffers in running_stats:
             for name, buffer in buffers.items():
                 setattr(norm, name, buffer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,19 +21,9 @@ class SequenceShard(Protocol):
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions that this process holds, (n,) integers."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        window: tuple[int, int] | None,
-        bias: float | Tensor,
-        alibi_slopes: Tensor | None,
-        normalize: bool,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Return the output (B, Hq, n, Dv) of this process's queries over the whole sequence.
 
         query is (B, Hq, n, D), key (B, Hkv, n, D) and value (B, Hkv, n, Dv): the parts that this process holds.
+        Options are is_causal, window, bias, alibi_slopes and normalize, as in ``sigattn.sigmoid_attention``.
         """

@@ -79,8 +79,8 @@ def save(
                 write_text(unfinished / ABOUT, json.dumps(about, sort_keys=True) + "\n")
         with _errors_on_all_processes(failure, processes):
             _write_tensors(unfinished, _state(module, optimizer, average)[0], processes)
-            own = {name: file_sha256(unfinished / name) for name in _files(unfinished)[_own_part(processes)]}
-        parts = processes.gather(own)
+            checksums = {name: file_sha256(unfinished / name) for name in _files(unfinished)[_part_of(processes)]}
+        parts = processes.gather(checksums)
         with _errors_on_all_processes(failure, processes):
             if processes.is_main_process:
                 write_checksums(unfinished, {name: digest for part in parts for name, digest in part.items()})
@@ -232,7 +232,7 @@ def _check_files(path: Path, processes: ProcessMesh) -> None:
     with _errors_on_all_processes(_cannot_read(path), processes):
         if differing := sorted({*_files(path)} ^ read_checksums(path).keys()):
             raise FileFormatError(f"{path / differing[0]} is missing, or not in {CHECKSUMS}")
-        check_files(path, _files(path)[_own_part(processes)])
+        check_files(path, _files(path)[_part_of(processes)])
 
 
 def _files(path: Path) -> list[str]:
@@ -240,7 +240,7 @@ def _files(path: Path) -> list[str]:
     return [ABOUT, *sorted(p.name for p in path.glob("*.safetensors"))]
 
 
-def _own_part(processes: ProcessMesh) -> slice:
+def _part_of(processes: ProcessMesh) -> slice:
     """Return the files of which this process computes the checksums."""
     return slice(processes.rank, None, processes.world_size)
 

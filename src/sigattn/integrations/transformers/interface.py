@@ -250,8 +250,8 @@ def _normalizes(module: nn.Module) -> bool:
 
 
 def _configs(module: nn.Module) -> tuple[PretrainedConfig | None, ...]:
-    own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
-    configs: tuple[PretrainedConfig | None, ...] = getattr(module, CONFIGS, own)
+    innermost: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
+    configs: tuple[PretrainedConfig | None, ...] = getattr(module, CONFIGS, innermost)
     return configs
 
 

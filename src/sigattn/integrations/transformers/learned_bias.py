@@ -44,16 +44,16 @@ def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
     Raises:
         ValueError: if two parts share a configuration, and layers of the same name have biases of different kinds.
     """
-    found: dict[int, tuple[PretrainedConfig, Record]] = {}
+    by_config: dict[int, tuple[PretrainedConfig, Record]] = {}
     for owner, name, bias in _layers_with_bias(model, model, "", {id(model.config)} | sub_configs(model.config), set()):
-        config, record = found.setdefault(id(owner.config), (owner.config, {}))
+        config, record = by_config.setdefault(id(owner.config), (owner.config, {}))
         name, entry = _base_name(owner, name), describe(bias)
         if record.setdefault(name, entry) != entry:
             raise ValueError(
                 f"{type(model).__name__}: two attention layers called {name} share {type(config).__name__}, which "
                 f"cannot record both of their biases: {record[name]} and {entry}"
             )
-    return list(found.values())
+    return list(by_config.values())
 
 
 def _layers_with_bias(

@@ -38,15 +38,15 @@ class SigattnConfig(PretrainedConfig):
 
     def __init__(self, model: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.model: dict[str, Any] = dict(model or {})
-        own = self.language_model
-        self.vocab_size: int = own.vocab_size
-        self.hidden_size: int = own.embed_dim
-        self.num_hidden_layers: int = own.num_layers
-        self.num_attention_heads: int = own.num_heads
-        self.num_key_value_heads: int = own.num_kv_heads or own.num_heads
-        self.head_dim: int = own.head_dim
-        self.max_position_embeddings: int = own.max_seq_len
-        super().__init__(**{**kwargs, "tie_word_embeddings": own.tie_embeddings})
+        language_model = self.language_model
+        self.vocab_size: int = language_model.vocab_size
+        self.hidden_size: int = language_model.embed_dim
+        self.num_hidden_layers: int = language_model.num_layers
+        self.num_attention_heads: int = language_model.num_heads
+        self.num_key_value_heads: int = language_model.num_kv_heads or language_model.num_heads
+        self.head_dim: int = language_model.head_dim
+        self.max_position_embeddings: int = language_model.max_seq_len
+        super().__init__(**{**kwargs, "tie_word_embeddings": language_model.tie_embeddings})
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -52,8 +52,8 @@ def keep_default_bias(config: PretrainedConfig) -> None:
 
 def default_bias(configs: Iterable[Any]) -> Bias:
     """Return the default of the first configuration that belongs to a model, or the present one."""
-    kept = (getattr(config, _DEFAULT, None) for config in configs)
-    return next((bias for bias in kept if bias is not None), _default_bias)
+    defaults = (getattr(config, _DEFAULT, None) for config in configs)
+    return next((bias for bias in defaults if bias is not None), _default_bias)
 
 
 @contextlib.contextmanager
@@ -89,12 +89,12 @@ def _implementation(config: Any) -> str | None:
     return NAME if chosen is None and getattr(config, "sigmoid_bias", None) is not None else chosen
 
 
-def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+def _recording(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     """Wrap ``to_dict`` so that it includes the implementation of configurations with sigmoid attention."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def to_dict(self: Any) -> dict[str, Any]:
-        output = own(self)
+        output = original(self)
         output.pop(_DEFAULT, None)
         implementation = _implementation(self)
         if implementation == NAME:
@@ -143,17 +143,17 @@ def _read(implementation: Any) -> Any:
     return NAME if implementation == _SAVED else implementation
 
 
-def _reading(own: property) -> property:
+def _reading(original: property) -> property:
     """Wrap the attribute that a configuration sets when it is loaded."""
-    assert own.fset is not None
-    store = own.fset
-    return property(own.fget, lambda self, value: store(self, _read(value)))
+    assert original.fset is not None
+    store = original.fset
+    return property(original.fget, lambda self, value: store(self, _read(value)))
 
 
-def _selecting(own: Callable[..., str]) -> Callable[..., str]:
+def _selecting(original: Callable[..., str]) -> Callable[..., str]:
     """Wrap the check of an implementation so that ``sigmoid_bias`` selects sigmoid attention, or gives a warning."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def _check_and_adjust_attn_implementation(
         self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
@@ -168,7 +168,7 @@ def _selecting(own: Callable[..., str]) -> Callable[..., str]:
                 f'{type(self.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
                 stacklevel=2,
             )
-        return own(self, attn_implementation, *args, **kwargs)
+        return original(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
 

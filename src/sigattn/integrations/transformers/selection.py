@@ -32,30 +32,30 @@ def wrap_selection() -> None:
         "_initialize_weights": _initialize_weights,
     }
     for name, wrap in wrappers.items():
-        own = getattr(PreTrainedModel, name)
-        if not hasattr(own, "sigattn"):
-            wrapped: Any = functools.wraps(own)(wrap(own))
+        original = getattr(PreTrainedModel, name)
+        if not hasattr(original, "sigattn"):
+            wrapped: Any = functools.wraps(original)(wrap(original))
             wrapped.sigattn = True
             setattr(PreTrainedModel, name, wrapped)
 
 
-def _get_correct_attn_implementation(own: Any) -> Any:
+def _get_correct_attn_implementation(original: Any) -> Any:
     """Raise for "sigmoid" before a model is built, if its code does not use the attention interface."""
 
     def wrapped(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME:
             _require_interface(type(self))
-        implementation: str = own(self, requested_attention, *args, **kwargs)
+        implementation: str = original(self, requested_attention, *args, **kwargs)
         return implementation
 
     return wrapped
 
 
-def _post_init(own: Any) -> Any:
+def _post_init(original: Any) -> Any:
     """Add learned biases to a new model's layers. Raise for "sigmoid" if one of them computes softmax attention."""
 
     def wrapped(self: Any) -> None:
-        own(self)
+        original(self)
         learned_bias.attach(self)
         if self.config._attn_implementation == NAME:
             _verify_and_attach(self)
@@ -63,23 +63,23 @@ def _post_init(own: Any) -> Any:
     return wrapped
 
 
-def _set_attn_implementation(own: Any) -> Any:
+def _set_attn_implementation(original: Any) -> Any:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
 
     def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if not _selects_sigmoid(attn_implementation):
-            own(self, attn_implementation, *args, **kwargs)
+            original(self, attn_implementation, *args, **kwargs)
             return
         if attn_implementation == NAME:
             _require_interface(type(self))
         with restored(configurations(self)):
-            own(self, attn_implementation, *args, **kwargs)
+            original(self, attn_implementation, *args, **kwargs)
             _verify_and_attach(self)
 
     return wrapped
 
 
-def _save_pretrained(own: Any) -> Any:
+def _save_pretrained(original: Any) -> Any:
     """Save a model with its learned biases, and a part of a composite model with the number that holds for it."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _save_pretrained(own: Any) -> Any:
         if isinstance(inherited, dict) or getattr(self.config, "sigmoid_bias", None) is not None:
             inherited = None  # a record is of the layers of the whole
         with learned_bias.recorded(self, inherited), _normalize_recorded(self):
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return wrapped
 
@@ -108,13 +108,13 @@ def _normalize_recorded(model: PreTrainedModel) -> Iterator[None]:
         delattr(model.config, NORMALIZE)
 
 
-def _initialize_weights(own: Any) -> Any:
+def _initialize_weights(original: Any) -> Any:
     """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
 
     def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if type(module).__module__ == fitted_bias.__name__ and not getattr(module, "_is_hf_initialized", False):
             module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
-        own(self, module, *args, **kwargs)
+        original(self, module, *args, **kwargs)
 
     return wrapped
 
@@ -125,14 +125,14 @@ def _selects_sigmoid(choice: Any) -> bool:
 
 def configurations(model: nn.Module) -> list[PretrainedConfig]:
     """Return the configurations of a model, of its parts and their sub-configurations, each once."""
-    found: dict[int, PretrainedConfig] = {}
+    by_id: dict[int, PretrainedConfig] = {}
     waiting = [getattr(m, "config", None) for m in model.modules()]
     while waiting:
         config = waiting.pop()
-        if isinstance(config, PretrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PretrainedConfig) and id(config) not in by_id:
+            by_id[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _require_interface(model_class: type[PreTrainedModel]) -> None:

@@ -1,9 +1,9 @@
 """Tile shapes of the kernels, per architecture, head size and dtype. There is no autotuning at run time.
 
-``benchmarks/gpu.sh`` measures the candidates of ``candidates`` on a GPU; its results go into these tables by hand. None
-of them has been measured on a GPU yet: they were chosen from the compiler's reports (``python -m benchmarks static``):
-no spills in the loop over tiles without a mask, tensor cores fed from shared memory, and on Hopper the shortest time by
-the model there.
+``benchmarks/gpu.sh`` measures the candidates of ``benchmarks/tile_shapes.py`` on a GPU; its results go into these
+tables by hand. None of them has been measured on a GPU yet: they were chosen from the compiler's reports (``python -m
+benchmarks static``): no spills in the loop over tiles without a mask, tensor cores fed from shared memory, and on
+Hopper the shortest time by the model there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FWD, DKDV, DQ, DECODE = "fwd", "dkdv", "dq", "decode"
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def _parse(shape: str, sigmoid: str) -> Config:
+def parse(shape: str, sigmoid: str) -> Config:
     """Return the configuration for "block_m x block_n / warps / stages", with "+tma" at the end for TMA."""
     numbers = shape.removesuffix("+tma").replace("x", "/").split("/")
     block_m, block_n, warps, stages = map(int, numbers)
@@ -69,7 +69,7 @@ def _table(rows: str, sigmoid: str = "accurate") -> dict[tuple[str, int], Config
     """Return the configurations of a table, by kernel and padded head size."""
     table: dict[tuple[str, int], Config] = {}
     for kernel, *shapes in map(str.split, rows.strip().splitlines()):
-        table |= {(kernel, d): _parse(shape, sigmoid) for d, shape in zip(_HEAD_DIMS, shapes, strict=True)}
+        table |= {(kernel, d): parse(shape, sigmoid) for d, shape in zip(_HEAD_DIMS, shapes, strict=True)}
     return table
 
 
@@ -94,9 +94,9 @@ _HOPPER[DKDV, 256] = _HOPPER[DKDV, 256]._replace(split_dkdv=True)
 # (masks, ALiBi, a soft cap, dropout); applied twice with a gradient of the mask.
 WITH_OPTIONS: Mapping[tuple[str, Config], Config] = MappingProxyType(
     {
-        (DKDV, _HOPPER[DKDV, 128]): _parse("32x128/8/2", "paired"),
-        (DQ, _HOPPER[DQ, 128]): _parse("64x32/4/2", "paired"),
-        (DQ, _parse("64x32/4/2", "paired")): _parse("64x16/4/2", "paired"),
+        (DKDV, _HOPPER[DKDV, 128]): parse("32x128/8/2", "paired"),
+        (DQ, _HOPPER[DQ, 128]): parse("64x32/4/2", "paired"),
+        (DQ, parse("64x32/4/2", "paired")): parse("64x16/4/2", "paired"),
     }
 )
 
@@ -184,52 +184,3 @@ def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
     keys = 64 if padded * itemsize <= 256 else 32
     stages = 3 if itemsize < 4 and block_m * padded < 64 * 256 else 2  # so that two programs fit a multiprocessor
     return Config(block_m, keys if itemsize < 4 or padded <= 64 else 16, 4, stages)
-
-
-# Tile shapes to measure on a Hopper GPU, with the paired form of σ. They were chosen by what the compiler makes of them
-# (``python -m benchmarks static``): asynchronous products, no spills in plain calls, and either several programs on a
-# multiprocessor or few instructions per score.
-_CANDIDATES: dict[tuple[str, int], str] = {
-    (FWD, 64): (
-        "128x64/8/3 128x64/4/2+tma 64x128/4/2+tma 128x64/4/2 128x64/8/3+tma "
-        "128x128/8/2+tma 64x64/4/2+tma 64x64/4/3 128x128/8/3"
-    ),
-    (FWD, 128): (
-        "128x32/8/3 64x64/4/2+tma 128x128/8/2+tma 128x64/8/2+tma 128x32/8/3+tma 64x64/4/2 64x128/4/2+tma 128x128/8/2"
-    ),
-    (FWD, 256): "128x64/8/2 128x64/8/2+tma 64x64/4/1+tma 64x32/4/2+tma 128x32/8/2",
-    (DKDV, 64): "64x64/4/3 64x64/4/2+tma 64x64/4/3+tma 64x64/4/2 64x128/8/3 64x128/8/2+tma 32x128/8/3",
-    (DKDV, 128): "64x64/4/2+tma 32x64/4/2+tma 32x64/4/1 64x128/8/2+tma 32x128/8/2 32x128/8/3+tma",
-    (DKDV, 256): "32x128/8/2 32x128/8/2+tma 32x64/4/2+tma",
-    (DQ, 64): "128x64/8/3 128x64/8/2+tma 64x64/4/2+tma 64x128/4/2+tma 64x64/4/3 64x128/4/2",
-    (DQ, 128): "64x64/4/2 64x64/4/2+tma 128x64/8/2+tma 128x64/8/3 64x32/4/2+tma 64x32/4/2",
-    (DQ, 256): "128x32/8/2 128x32/8/2+tma 64x32/4/2+tma",
-}
-
-
-def candidates(kernel: str, head_dim: int) -> list[Config]:
-    """Return the tile shapes that are worth measuring on a Hopper GPU, the most promising ones first."""
-    size = max(64, padded_head_dim(head_dim))
-    configs = [_parse(shape, "paired") for shape in _CANDIDATES[kernel, size].split()]
-    if kernel == DKDV and size == 256:
-        configs = [config._replace(split_dkdv=True) for config in configs]
-    return configs + [config._replace(sigmoid="accurate") for config in configs[:1]]
-
-
-def hopper_candidates(kernel: str, head_dim: int) -> list[HopperConfig]:
-    """Return the configurations of a Hopper kernel that are worth measuring, if it supports a head size."""
-    default = HOPPER_CONFIGS[kernel].get(head_dim)
-    if default is None:
-        return []
-    configs = [HopperConfig(block, stages) for block in (64, 128) for stages in (2, 3)]
-    configs += [default._replace(persistent=False), default._replace(sigmoid="accurate")]
-    return [config for config in configs if _fits(kernel, head_dim, config)]
-
-
-def _fits(kernel: str, head_dim: int, config: HopperConfig) -> bool:
-    """Return True if registers and shared memory suffice, according to the compiler."""
-    resident = 4 * 64  # rows of two tensors for two groups
-    walked = 2 * config.stages * config.block
-    if 2 * (resident + walked) * head_dim > 226 * 1024:
-        return False
-    return kernel == FWD or config.block * head_dim <= (4096 if kernel == DKDV and head_dim == 64 else 8192)
