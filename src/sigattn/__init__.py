@@ -15,7 +15,7 @@ Packages, imported at first use (``import sigattn; sigattn.nn.Attention``)::
 
     sigattn.flash             the functions of flash-attn with sigmoid attention
     sigattn.nn                layers
-    sigattn.models            language, vision, speech and sequence models
+    sigattn.models            language, vision and speech models
     sigattn.conversion        implementation of convert and restore
     sigattn.integrations      Hugging Face transformers, timm, lm-evaluation-harness
     sigattn.distributed       data, tensor and context parallelism
