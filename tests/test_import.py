@@ -28,7 +28,7 @@ def test_import_works_where_only_torch_is_installed():
         f"import sys; sys.modules.update(dict.fromkeys({forbidden!r}))\n"
         "import sigattn\n"
         "for name in sigattn.__all__: getattr(sigattn, name)\n"
-        "from sigattn.models import autoencoder, language, saving, sequence, speech, vision\n"
+        "from sigattn.models import autoencoder, language, saving, speech, vision\n"
         "from sigattn.recipes import registry\n"
         "saving.build(registry.find_recipe('lm-kappa-1-tiny').model)"
     )

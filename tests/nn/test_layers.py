@@ -92,7 +92,6 @@ def test_swiglu():
         ({"activation": "performer", "attention_bias": None, "length_power": 1.0}, "is normalised and takes only"),
         ({"activation": "performer", "attention_bias": None, "window": (3, 0)}, "has no explicit weights"),
         ({"activation": "performer", "attention_bias": None, "position": Alibi(2)}, "has no explicit weights"),
-        ({"activation": "relu", "attention_bias": None, "performer_features": 8}, "needs activation='performer'"),
     ],
 )
 def test_what_does_not_go_together(options, message):
@@ -281,13 +280,12 @@ class TestBlock:
             expected = y + 0.5 * last(block.feed_forward(plain(y)))
         torch.testing.assert_close(block(x), expected)
 
-    def test_hybrid_norms_have_no_parameters_unless_asked_for(self):
+    def test_hybrid_norms_have_no_parameters(self):
         def count(**options):
             block = Block(Attention(8, 2, activation="softmax", attention_bias=None), SwiGLU(8, 16), 8, **options)
             return sum(p.numel() for p in block.parameters())
 
         assert count(norm_placement="hybrid") == count()
-        assert count(norm_placement="hybrid", branch_norm_affine=True) == count() + 16
 
     def test_post_norm_with_a_sigmoid_is_warned_of(self):
         with pytest.warns(UserWarning, match="App. ASR"):

@@ -34,8 +34,8 @@ class Attention(nn.Module):
         embed_dim: number of input and output features; a multiple of num_heads.
         num_heads: number of query heads.
         activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax approximated by
-            positive orthogonal random features), or "relu", "relu2", "gelu", "tanh", "identity", which materialise the
-            attention weights.
+            head_dim · log(head_dim + 1) positive orthogonal random features), or "relu", "relu2", "gelu", "tanh",
+            "identity", which materialise the attention weights.
         attention_bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for
             "softmax" and "performer", optional for the others.
         normalize: True to divide the sigmoid's weights by the sum of each row, as softmax does.
@@ -51,13 +51,11 @@ class Attention(nn.Module):
             Sigmoid Attention": 10). None for no temperature.
         length_power: α of the output's factor n^(-α), where n is the number of keys that a query sees (App. "The Effect
             of Multiplicative Sequence Length Normalization").
-        output_norm: norm of the concatenated heads, before the output projection: "rms", "layer" or "none". (The
-            hybrid-norm of the paper's language models comes after the projection: ``Block``.)
-        output_norm_affine: True for a learned scale in that norm.
+        output_norm: norm of the concatenated heads, before the output projection and without parameters: "rms", "layer"
+            or "none". (The hybrid-norm of the paper's language models comes after the projection: ``Block``.)
         dropout: probability of dropping an attention weight, while training.
         kv_embed_dim: number of features of the keys' and values' input, in cross-attention; None for embed_dim.
         use_bias: True for biases in the linear projections.
-        performer_features: number of random features; None for head_dim · log(head_dim + 1), rounded up.
 
     Attributes:
         record: measurements of the next forwards: "nothing", "norm" (sets ``output_frobenius_norm``) or
@@ -104,18 +102,16 @@ class Attention(nn.Module):
         temperature: float | None = None,
         length_power: float = 0.0,
         output_norm: Norm = "none",
-        output_norm_affine: bool = False,
         dropout: float = 0.0,
         kv_embed_dim: int | None = None,
         use_bias: bool = False,
-        performer_features: int | None = None,
     ) -> None:
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim, "performer_features": performer_features})
+        check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim})
         check_finite({"temperature": temperature, "length_power": length_power})
         check_probability({"dropout": dropout})
-        check_bool({"causal": causal is None or causal, "output_norm_affine": output_norm_affine, "use_bias": use_bias})
+        check_bool({"causal": causal is None or causal, "use_bias": use_bias})
         check_bool({"normalize": normalize})
         _, _, window, _ = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -130,20 +126,20 @@ class Attention(nn.Module):
             None if attention_bias is None else as_bias("attention_bias", attention_bias)
         )
         self.position = position
-        self._check(performer_features)
+        self._check()
         self.query: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
         self.key: nn.Linear = nn.Linear(self.kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
         self.value: nn.Linear = nn.Linear(self.kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
         self.output: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
         self.query_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
         self.key_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
-        self.output_norm: nn.Module = make_norm(output_norm, embed_dim, affine=output_norm_affine)
+        self.output_norm: nn.Module = make_norm(output_norm, embed_dim, affine=False)
         self.initial_temperature = temperature
         self.temperature: nn.Parameter | None = None if temperature is None else nn.Parameter(torch.empty(1))
         self.reset_parameters()
         if activation == "performer":
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
-            self.performer: PerformerFeatures = PerformerFeatures(self.head_dim, performer_features or count)
+            self.performer: PerformerFeatures = PerformerFeatures(self.head_dim, count)
         self.sequence_shard: SequenceShard | None = None
         self.attention_fn: AttentionFn = functional.attend
         self.record: Record = "nothing"
@@ -184,7 +180,7 @@ class Attention(nn.Module):
         if self.temperature is not None:
             nn.init.constant_(self.temperature, float(self.initial_temperature or 0.0))
 
-    def _check(self, performer_features: int | None) -> None:
+    def _check(self) -> None:
         """Raise for arguments that exclude each other, and warn of what the paper found not to train."""
         _check_position(self.position, self.num_heads, self.head_dim)
         name = self.activation
@@ -204,8 +200,6 @@ class Attention(nn.Module):
                 f"{type(self.attention_bias).__name__} counts keys by ALiBi's weights and needs position=Alibi("
                 f"{self.num_heads}), got position={self.position!r}"
             )
-        if name != "performer" and performer_features is not None:
-            raise ValueError(f"performer_features needs activation='performer', got {name!r}")
         if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
             raise ValueError(
                 "activation='performer' has no explicit weights and does not support window, ALiBi or dropout; got "

@@ -13,7 +13,7 @@ from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.residual_branch import DropPath, LayerScale
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
-from sigattn.validation import check_bool, check_not_negative, check_probability
+from sigattn.validation import check_not_negative, check_probability
 
 NormPlacement = Literal["pre", "post", "hybrid", "hybrid_attention"]
 
@@ -37,7 +37,6 @@ class Block(nn.Module):
         embed_dim: number of features.
         norm_placement: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
         norm: "rms" or "layer".
-        branch_norm_affine: True for parameters in norm₂; the guide recommends none.
         init_values: initial value of LayerScale's factors; None for no LayerScale.
         dropout: dropout probability of a branch's output, while training.
         drop_path: probability of dropping a branch for a sample, while training.
@@ -59,7 +58,6 @@ class Block(nn.Module):
         *,
         norm_placement: NormPlacement = "pre",
         norm: Norm = "rms",
-        branch_norm_affine: bool = False,
         init_values: float | None = None,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -71,7 +69,6 @@ class Block(nn.Module):
             raise ValueError(f"Block: attention must have embed_dim={embed_dim}, got embed_dim={attention.embed_dim}")
         check_not_negative({"init_values": init_values})
         check_probability({"dropout": dropout, "drop_path": drop_path})
-        check_bool({"branch_norm_affine": branch_norm_affine})
         if norm_placement == "post" and attention.activation == "sigmoid":
             warn_once(
                 "sigmoid attention in post-norm blocks is unstable or worse than softmax (App. ASR, results): use "
@@ -80,7 +77,7 @@ class Block(nn.Module):
 
         def branch(hybrid: bool, scale: float | None) -> nn.Module:
             """Return the layers between a branch's output and the residual sum."""
-            parts: list[nn.Module] = [make_norm(norm, embed_dim, affine=branch_norm_affine)] if hybrid else []
+            parts: list[nn.Module] = [make_norm(norm, embed_dim, affine=False)] if hybrid else []
             if scale is not None:
                 parts.append(LayerScale(embed_dim, scale))
             if dropout:
