@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from sigattn.conversion.adapter import Adapter, refuse_distributed, refuse_offloaded
 from sigattn.conversion.fit import fit_biases
-from sigattn.conversion.measure import OutputRecorder, measure_layers, output_change
+from sigattn.conversion.measure import measure_layers, measure_model
 from sigattn.conversion.modules import ModuleAdapter
 from sigattn.conversion.report import ConversionError, ConversionReport
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
@@ -173,9 +173,8 @@ def _fit(
 
         biases = fit_biases(lambda attend: run(fitted_on, attend), names)
         for name, bias in biases.items():
-            bias.to(next((p.device for p in model.get_submodule(name).parameters()), None))
-        with OutputRecorder(model) as before:
-            layers, loss_softmax = measure_layers(lambda attend: run(held_out, attend), biases)
+            bias.to(next((p.device for p in model.get_submodule(name).parameters()), torch.device("cpu")))
+        layers = measure_layers(lambda attend: run(held_out, attend), biases)
         if not all(math.isfinite(layer.error) for layer in layers):
             named = ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error))
             raise ConversionError(
@@ -192,8 +191,8 @@ def _fit(
         def attend(call: AttentionCall) -> Any:
             return call.normalized(biases[call.name]) if call.name in biases else call.softmax()
 
-        with OutputRecorder(model) as after:
-            loss_converted = run(held_out, attend)
+        effect = measure_model(model, [functools.partial(run, [i]) for i in held_out], attend)
+    loss_softmax, loss_converted = effect.losses
     for state, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
         if value is not None and not math.isfinite(value):
             raise ConversionError(f"convert: the loss must be finite, got {value} {state}")
@@ -201,7 +200,7 @@ def _fit(
     return ConversionReport(
         adapter.softmax,
         tuple(layers),
-        output_change(before, after),
+        effect.change,
         loss_softmax,
         loss_converted,
         len(fitted_on),
@@ -286,7 +285,7 @@ def _copied(batch: Any) -> Any:
 def _forward(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch: arguments by name or position, or one argument."""
     if isinstance(batch, Mapping):
-        return model(**batch) if _takes(model, batch) else model(batch)
+        return _forward_mapping(model, batch)
     encode: Any = getattr(model, "encode", None)  # of a SentenceTransformer, which tokenizes texts
     if encode is not None and isinstance(batch, list) and all(isinstance(text, str) for text in batch):
         encode(batch, show_progress_bar=False)
@@ -294,13 +293,16 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _takes(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a model's forward accepts these arguments by name."""
+def _forward_mapping(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Run a model on arguments by name, or, if it has no arguments of these names, on the mapping itself."""
     try:
-        inspect.signature(model.forward).bind(**arguments)
-    except TypeError:
-        return False
-    return True
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError as mismatch:
+        try:
+            return model(batch)
+        except Exception as error:
+            raise TypeError(f"by name, {mismatch}; as its one argument, {type(error).__name__}: {error}") from error
+    return model(**batch)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,8 @@ class _LayerMeasurement:
         return LayerReport(name, tuple(HeadReport(*head) for head in heads), relative_error(self.squares))
 
 
-def measure_layers(
-    run: Callable[[Attend], float | None], biases: Mapping[str, VisibleKeysLinearBias]
-) -> tuple[list[LayerReport], float | None]:
-    """Return the report of each layer and the loss of the softmax model; ``run`` runs the held-out batches.
+def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, VisibleKeysLinearBias]) -> list[LayerReport]:
+    """Return the report of each layer; ``run`` runs the held-out batches.
 
     The inputs of each layer are those of the softmax model, so that the errors do not add up.
     """
@@ -63,35 +61,48 @@ def measure_layers(
         layers[call.name].update(rows, b, exact, fitted)
         return result
 
-    loss = run(observe)
-    return [layers[name].report(name, bias) for name, bias in biases.items()], loss
+    run(observe)
+    return [layers[name].report(name, bias) for name, bias in biases.items()]
 
 
-class OutputRecorder:
-    """Record of the floating-point tensors that a model returns, while it is used as a context.
+class Effect(NamedTuple):
+    """Effect of a conversion on a model.
 
-    Args:
-        model: the model.
+    Attributes:
+        change: ‖y - y_softmax‖ / ‖y_softmax‖ of the outputs y; None if there are none, or their shapes differ.
+        losses: mean loss with softmax, and converted; None if a batch has none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: nn.Module = model
-        self.outputs: list[Tensor] = []
-
-    def __enter__(self) -> list[Tensor]:
-        self.hook = self.model.register_forward_hook(lambda *call: self.outputs.extend(_floats(call[2])))
-        return self.outputs
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
+    change: float | None
+    losses: tuple[float | None, float | None]
 
 
-def output_change(softmax: Sequence[Tensor], converted: Sequence[Tensor]) -> float | None:
-    """Return ‖converted - softmax‖ / ‖softmax‖ of a model's outputs; None if they cannot be compared."""
-    if not softmax or [t.shape for t in softmax] != [t.shape for t in converted]:
-        return None
-    pairs = zip(softmax, converted, strict=True)
-    return relative_error(torch.stack([squared_norms(a, b) for a, b in pairs]).sum(0))
+def measure_model(model: nn.Module, runs: Sequence[Callable[[Attend], float | None]], attend: Attend) -> Effect:
+    """Return the effect of a conversion, of which ``attend`` answers the calls, on a model.
+
+    The outputs of one batch are in memory at a time.
+
+    Args:
+        runs: for each held-out batch, a function that runs the model on it and returns its loss.
+    """
+    squares, losses = torch.zeros(2, dtype=torch.float64, device="cpu"), []
+    comparable, outputs = True, list[Tensor]()
+    hook = model.register_forward_hook(lambda *call: outputs.extend(_floats(call[2])))
+    try:
+        for run in runs:
+            before = run(lambda call: call.softmax())
+            softmax, outputs[:] = list(outputs), []
+            losses.append((before, run(attend)))
+            if [t.shape for t in softmax] == [t.shape for t in outputs]:
+                for exact, converted in zip(softmax, outputs, strict=True):
+                    squares += squared_norms(exact, converted)
+            else:  # of a model that selects by its values
+                comparable = False
+            outputs.clear()
+    finally:
+        hook.remove()
+    means = [None if None in of else sum(of) / len(of) for of in zip(*losses, strict=True)]
+    return Effect(relative_error(squares) if comparable and squares[0] else None, (means[0], means[1]))
 
 
 def squared_norms(exact: Tensor, other: Tensor) -> Tensor:
