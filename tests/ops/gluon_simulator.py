@@ -332,6 +332,7 @@ class Simulator:
 
         gl = types.SimpleNamespace(
             constexpr=lambda x: x,
+            int32=torch.int32,
             int64=torch.int64,
             cast=lambda x, dtype: x,
             float32=torch.float32,
