@@ -172,7 +172,7 @@ def compare_embeddings(setting: Setting) -> Result:
         for (source, tokens), texts in groups.items():
             row = compare(converted, tokenize, texts, exact[source, tokens])
             about = {"source": source, "tokens": tokens, "seed": seed}
-            data.append({**about, "seconds": report.seconds, "change": report.change, **row})
+            data.append({**about, "change": report.change, **row})
     keys = ("same_neighbour", "mean_cosine", "least_cosine", "least_cosine_alone", "found_softmax", "found")
     rows = []
     for source in ("the same", "another"):

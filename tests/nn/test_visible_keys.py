@@ -31,7 +31,7 @@ class Attend(nn.Module):
 @pytest.fixture
 def layer():
     layer = Attend()
-    convert(layer)
+    convert(layer, normalize=False)
     return layer
 
 
@@ -68,7 +68,7 @@ def test_a_causal_mask_counts_as_is_causal_does(keys):
             return F.scaled_dot_product_attention(q, k, k, **options)
 
     layer = Cross()
-    convert(layer)
+    convert(layer, normalize=False)
     q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, keys, 4)
     causal = torch.ones(3, keys, dtype=torch.bool).tril()
     expected = (q @ k.mT / 2 - math.log(3)).sigmoid().masked_fill(~causal, 0) @ k
@@ -88,7 +88,7 @@ def test_a_position_bias_hides_nothing(layer):
 @pytest.mark.parametrize("form", ["key_padding_mask", "added", "attn_mask"])
 def test_multihead_attention(form, own_bias):
     layer = nn.MultiheadAttention(8, 2, batch_first=True)
-    convert(layer, bias=own_bias)
+    convert(layer, bias=own_bias, normalize=False)
     x, seen = torch.randn(2, 6, 8), padding(3, 5, size=6)
     options = {
         "key_padding_mask": {"key_padding_mask": ~seen},
@@ -101,7 +101,7 @@ def test_multihead_attention(form, own_bias):
         torch.testing.assert_close(out[sample : sample + 1, :length], layer(alone, alone, alone)[0])
         number = nn.MultiheadAttention(8, 2, batch_first=True)
         number.load_state_dict(layer.state_dict())
-        convert(number, bias=-math.log(length))
+        convert(number, bias=-math.log(length), normalize=False)
         torch.testing.assert_close(layer(alone, alone, alone)[0], number(alone, alone, alone)[0])
 
 
