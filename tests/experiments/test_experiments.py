@@ -538,7 +538,8 @@ class TestCommittedPages:
         assert set(re.findall(r"^\| \[([\w-]+)\].*? \| (.+?) \|", section, re.MULTILINE)) == undecided
 
     def test_every_experiment_has_a_page(self):
-        assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS)
+        waiting = {"conversion"}  # its page was of an earlier way of conversion; it is to be run again
+        assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS) - waiting
 
 
 def _count_calls(path):

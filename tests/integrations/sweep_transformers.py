@@ -75,7 +75,9 @@ class EagerSigmoid(TorchFunctionMode):
         if getattr(func, "__name__", "") == "softmax" and (call := _eager_attention()) is not None:
             self.calls += 1
             bias = self.bias[call["module"]] if isinstance(self.bias, dict) else self.bias
-            return _weights(args[0], bias, call.get("attention_mask"))
+            weights = _weights(args[0], bias, call.get("attention_mask"))
+            # converted with batches: the weights of a row sum to 1, or to 0 where nothing is visible
+            return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if isinstance(self.bias, dict) else weights
         return func(*args, **(kwargs or {}))
 
 

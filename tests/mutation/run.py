@@ -61,13 +61,7 @@ LIKELY = {
     "broadcasting": "test_broadcasting",
     "custom_ops": "test_pytorch test_backends test_correctness",
     "dropout": "test_dropout",
-    "conversion/fit": "tests/conversion/test_fit.py "
-    + tests_in(
-        "tests/conversion/test_quadratic_bias.py",
-        "test_a_target_that_is_exactly_of_this_form_is_recovered test_few_rows_do_no_harm test_autocast "
-        "test_wide_heads_use_the_directions_in_which_logits_vary test_directions_that_queries_do_not_take "
-        "test_the_random_state_is_kept",
-    ),
+    "conversion/fit": "tests/conversion/test_fit.py",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
     "llvm": tests_in(

@@ -91,7 +91,7 @@ def test_gradients(dtype, layout, unchecked):
         assert found.dtype is torch.promote_types(dtype, torch.float32)
         for got, expected, p in zip(gradients(found, inputs), true, plain, strict=True):
             assert got.dtype is dtype
-            rounding = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            rounding = 8 * torch.finfo(dtype).eps * expected.abs().max()
             assert (got - expected).abs().max() <= 2 * (p - expected).abs().max() + rounding
 
 
@@ -158,6 +158,8 @@ def test_gradients_of_the_scale(dtype, layout, unchecked):
     torch.compiler.reset()
     torch.manual_seed(0)
     scale = random_bias(1.0).row_scale.to(dtype)
+    with torch.no_grad():
+        scale.power[0] = 0.5
     output = torch.randn(2, H, 7, D) if layout == "heads first" else torch.randn(2, 7, H, D).transpose(1, 2)
     output[0, 0, :2] *= torch.tensor([1e9, 0.0])[:, None]
     output = output.to(dtype).requires_grad_()
@@ -178,7 +180,7 @@ def test_gradients_of_the_scale(dtype, layout, unchecked):
     for found in (scaled, factor), compiled:
         for got, expected, p in zip(gradients(found, inputs), true, plain, strict=True):
             assert got.dtype is dtype
-            rounding = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            rounding = 8 * torch.finfo(dtype).eps * expected.abs().max()
             assert (got - expected).abs().max() <= 2 * (p - expected).nan_to_num().abs().max() + rounding
 
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.saving import NAME
 from sigattn.nn.code_search import calls_of_class, reachable_calls
+from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.run_search import search
 from sigattn.nn.sigmoid_layer import CONVERTED
 from sigattn.nn.softmax_calls import (
@@ -135,7 +136,7 @@ def check(model: nn.Module, **inputs: Any) -> int:
     Raises:
         ValueError: naming the layers that computed softmax attention, or if sigmoid attention was never called.
     """
-    result = search(model, inputs, ())
+    result = search(model, inputs, (SigmoidMultiheadAttention,))  # whose normalised weights are a softmax of log σ
     if softmax := sorted({f.name for f in result.findings if f.attention}):
         raise ValueError(f"these layers of {type(model).__name__} compute a softmax: {', '.join(softmax)}")
     if not result.sigmoid_calls:
