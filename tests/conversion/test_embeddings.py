@@ -32,7 +32,7 @@ def test_embeddings_are_those_of_softmax(tmp_path):
     parts = paragraphs(None)
     softmax, tokenize = load_model("small")
     model = load_model("small")[0]
-    report = convert(model, [tokenize(parts[i : i + 8], 64) for i in range(0, 32, 8)])
+    report = convert(model, [tokenize(parts[i : i + 8], 128) for i in range(0, 64, 8)])
     assert report.change < 0.01
     assert all(layer.error < 0.01 for layer in report.layers)
     model.save_pretrained(tmp_path)
@@ -40,4 +40,4 @@ def test_embeddings_are_those_of_softmax(tmp_path):
     texts = [*parts[100:110], " ".join(parts[200:220])]
     expected = embed(softmax, tokenize, texts)
     for m, batch_size in ((model, 11), (loaded, 11), (loaded, 1)):
-        assert torch.cosine_similarity(embed(m, tokenize, texts, batch_size), expected).min() > 0.999
+        assert torch.cosine_similarity(embed(m, tokenize, texts, batch_size), expected).min() > 0.998
