@@ -376,6 +376,14 @@ def test_batches_that_the_model_writes_into(form):
     assert torch.equal(model.attend.sigmoid_bias.constant, alone.sigmoid_bias.constant)
 
 
+def test_a_layer_whose_output_is_zero_at_first():
+    """As where the last projection starts at zero: nothing to divide the error by."""
+    layer = nn.MultiheadAttention(16, 4, batch_first=True)
+    nn.init.zeros_(layer.out_proj.weight)
+    report = convert(layer, [(x, x, x) for x in X])
+    assert report.layers[0].error == 0
+
+
 class Both(nn.Module):
     """Attention that can be converted, and one that cannot, or a router."""
 

@@ -1,8 +1,9 @@
 """Fit of each head's bias c + a · log(visible keys) to -log of the softmax denominators, by least squares.
 
-The bias is ``MARGIN`` below -lse, and the weights are divided by their sum: a softmax weight p becomes
-p / (1 + p e^-MARGIN) up to a common factor of its row, which is nearly p where single keys dominate, too. What a row's
--lse differs from the fit changes the margin only, because the sum cancels it.
+The bias is a margin m below the fit, and the weights are divided by their sum: a softmax weight p becomes
+p / (1 + p e^-m) up to a common factor of its row, which is nearly p where single keys dominate, too. Where a row's -lse
+differs from the fit, only its margin changes, because the sum cancels the rest. So m is ``MARGIN`` and ``SPREAD``
+standard deviations of what the fit misses.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.ops.autocast import without_autocast
 
-MARGIN = 6.0
+MARGIN = 6.0  # in nats; docs/log.md compares others
 SPREAD = 3.0
 _SLOPE_RIDGE = 0.01  # pulls a to -1 where calibration has rows of nearly one length: in (nats per log visible)²
 
 
 class BiasFit:
-    """Least-squares fit of the bias to -lse - MARGIN, for each head of one layer.
+    """Least-squares fit of the bias, for each head of one layer.
 
     Args:
         num_heads: number of query heads.
@@ -43,7 +44,7 @@ class BiasFit:
         self.sums += torch.stack([t.expand(y.shape).sum((0, 2)) for t in (counted, x, x * x, y, x * y, y * y)])
 
     def solve(self) -> VisibleKeysLinearBias:
-        """Return the fitted bias, in float32."""
+        """Return the fitted bias less the margin, in float32."""
         count = self.sums[0].clamp(min=1)
         x, xx, y, xy, yy = self.sums[1:] / count
         variance, covariance = xx - x * x, xy - x * y

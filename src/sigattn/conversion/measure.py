@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,8 +113,9 @@ def squared_norms(exact: Tensor, other: Tensor) -> Tensor:
 
 
 def relative_error(squares: Tensor) -> float:
-    """Return the root of the second of two squared norms over the first."""
-    return float((squares[1] / squares[0]).sqrt())
+    """Return the root of the second of two squared norms over the first; 0 if both are 0."""
+    square, missed = squares.tolist()
+    return math.sqrt(missed / square) if square else math.inf if missed else 0.0
 
 
 def _first_tensor(result: Any) -> Tensor:
