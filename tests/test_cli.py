@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -29,8 +27,12 @@ def failure(arguments, capsys, main=cli.main):
     return stop.value.code, said.err
 
 
-def test_demo(tmp_path, capsys, monkeypatch):
-    """Interrupted and resumed it gives the numbers of a whole run, which writes a report."""
+def contents(folder):
+    """Return the bytes of every file."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_interrupted_demo_is_resumed_and_writes_a_report(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     arguments = ["demo", "--run-folder", str(folder), *SMALL]
     evaluate = LanguageModelling.evaluate
@@ -42,37 +44,33 @@ def test_demo(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(LanguageModelling, "evaluate", interrupted)
     with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
+        cli.main([*arguments, "--resume"])
     assert stop.value.code == 130
     said = capsys.readouterr().out
-    assert "stopped after" in said
+    assert f"nothing to resume in {folder}: starting" in said
     assert "the same command with --resume" in said
     code, message = failure(arguments, capsys)
     assert code == 2
     assert "or name another folder (--resume, --run-folder)" in message
     cli.main([*arguments, "--resume"])
-    whole = tmp_path / "whole"
-    assert "nothing to resume" not in capsys.readouterr().out
-    cli.main(["demo", "--run-folder", str(whole), *SMALL, "--resume"])
     said = capsys.readouterr().out
-    assert f"nothing to resume in {whole}: starting" in said
+    assert "nothing to resume" not in said
     assert "report.html" in said.replace("\n", "")
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
-        rows = [read_metrics(path / name / "metrics.jsonl") for path in (folder, whole)]
-        assert len(rows[0]) == 6
-        for row in (*rows[0], *rows[1]):
-            del row["samples_per_second"]
-        assert rows[0] == rows[1]
-        assert (whole / name / "model" / "model.safetensors").exists()
-    config = json.loads((whole / "config.json").read_text())
+        assert [row["step"] for row in read_metrics(folder / name / "metrics.jsonl")] == [*range(6)]
+        assert (folder / name / "model" / "model.safetensors").exists()
+    config = json.loads((folder / "config.json").read_text())
     assert config["model"]["embed_dim"] == 16
     assert config["text"]["source"] == "pydoc_data.topics"
-    page = (whole / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert page.count("<svg") == 1
     addresses = {address.removeprefix("www.") for address in re.findall(r"http://([\w.]*)", page)}
     assert addresses <= {"w3.org", "purl.org", "creativecommons.org"}  # self-contained: names of XML dialects only
     for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text"):
         assert expected in page
+    before = contents(folder)
+    failure([*arguments, "--learning-rate", "1", "--resume"], capsys)
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -103,38 +101,8 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"sigattn {sigattn.__version__}\n"
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["demo", "--help"])
-    said = capsys.readouterr().out
-    assert " training options " in said
-    assert not re.search("(options|config)[. ](training )?options", said)  # the name of a parameter
-
-
 @pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"]])
 def test_invalid_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
-
-
-def test_imports_of_the_command_line():
-    """Commands do not wait for what they do not need, and a missing extra names the command that installs it."""
-    slow = ("matplotlib", "sympy", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers")
-    code = f"""
-import sys
-import torch, sigattn.cli
-print([m for m in {slow!r} if m in sys.modules])
-for package in ("tyro", "matplotlib"):
-    for name in [m for m in sys.modules if m.startswith("sigattn.cli") or m.partition(".")[0] == package]:
-        del sys.modules[name]
-    sys.modules[package] = None
-    try:
-        import sigattn.cli
-    except SystemExit as stop:
-        print(stop)
-    del sys.modules[package]
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    missing = "sigattn: the command line needs {}: pip install 'sigattn[train]'"
-    assert done.stdout.splitlines() == ["[]", missing.format("tyro"), missing.format("matplotlib")]

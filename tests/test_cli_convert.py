@@ -12,7 +12,7 @@ from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import read_run, write_run
 from sigattn.models import LanguageModel, LanguageModelConfig, saving
 from sigattn.train import metrics
-from tests.test_cli import failure
+from tests.test_cli import contents, failure
 
 QUICK = ["--training.max-steps", "4", "--training.batch-size", "4", "--training.validate-every", "4"]
 QUICK += ["--model.max-seq-len", "32", "--training.eval-batch-size", "8"]
@@ -28,8 +28,9 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_a_run_is_converted_and_fine_tuned(run, capsys):
-    cli.main(["convert", str(run), "--steps", "3", "--batches", "4"])
+def test_a_run_is_converted_and_fine_tuned_once(run, capsys):
+    arguments = ["convert", str(run), "--batches", "4", "--steps", "3"]
+    cli.main(arguments)
     said = capsys.readouterr().out
     folder = run.with_name("softmax-sigmoid")
     model = saving.load(folder / "model")
@@ -44,12 +45,16 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
     found = capsys.readouterr().out.split()
     assert float(found[found.index("bits") + 1]) == pytest.approx(rows[-1]["validation_bits"], rel=1e-4)
     cli.main(["generate", str(folder), "--prompt", "A ", "--max-new-tokens", "5"])
-    code, message = failure(["convert", str(run), "--steps", "3"], capsys)
-    assert code == 2
-    assert "holds a run already" in message
-    code, message = failure(["convert", str(folder), "--folder", str(folder / "again")], capsys)
-    assert code == 2
-    assert "holds a model with activation='sigmoid': only softmax is converted" in message
+    capsys.readouterr()
+    before = contents(folder)
+    for options, code, message in (
+        (arguments, 2, "holds a run already"),
+        ([*arguments[:-1], "5", "--resume"], 1, "differs in max_steps"),
+        (["convert", str(folder), "--folder", str(folder / "x")], 2, "with activation='sigmoid': only softmax is conv"),
+    ):
+        found, said = failure(options, capsys)
+        assert (found, message in said) == (code, True), said
+    assert contents(folder) == before
 
 
 def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkeypatch):
@@ -80,22 +85,37 @@ def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkey
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
 
-def test_a_model_folder_without_a_run(tmp_path, capsys):
+def test_a_model_folder_without_a_run_is_converted_once(tmp_path, capsys):
     model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
     saving.save(model, tmp_path / "model")
-    cli.main(
-        ["convert", str(tmp_path / "model"), "--folder", str(tmp_path / "new"), "--batches", "2", "--batch-size", "2"]
-    )
+    arguments = ["convert", str(tmp_path / "model"), "--folder", str(tmp_path / "new"), "--batch-size", "2"]
+    cli.main([*arguments, "--batches", "2"])
     assert "converted: loss" in capsys.readouterr().out
     assert saving.load(tmp_path / "new" / "model").config.normalize
+    before = contents(tmp_path / "new")
+    code, message = failure([*arguments, "--batches", "3"], capsys)
+    assert code == 2
+    assert "already" in message
+    assert contents(tmp_path / "new") == before
 
 
-def test_what_it_refuses(tmp_path, capsys):
-    code, message = failure(["convert", str(tmp_path)], capsys)
-    assert code == 1
-    assert "holds neither a run (run.json) nor a model" in message
-    _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
-    assert "learning_rate must be a finite number above 0" in message
+NEEDS_STEPS = "applies to the fine-tuning only: pass steps too (--steps)"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 1, "holds neither a run (run.json) nor a model"),
+        (["--learning-rate", "0"], 2, "learning_rate must be a finite number above 0"),
+        (["--distil", "1"], 2, NEEDS_STEPS),
+        (["--learning-rate", "5"], 2, NEEDS_STEPS),
+        (["--resume"], 2, NEEDS_STEPS),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(options, code, message, tmp_path, capsys):
+    found, said = failure(["convert", str(tmp_path), *options], capsys)
+    assert (found, message in said) == (code, True), said
 
 
 def test_a_folder_of_transformers_is_refused_by_name(tmp_path, capsys):
@@ -104,33 +124,3 @@ def test_a_folder_of_transformers_is_refused_by_name(tmp_path, capsys):
     assert code == 1
     assert "holds a model of transformers (model_type 'llama')" in message
     assert "load it in Python with transformers; sigattn.convert converts it there" in message
-
-
-def test_options_of_the_fine_tuning_need_steps(tmp_path, capsys):
-    for option in (["--distil", "1"], ["--learning-rate", "5"], ["--resume"]):
-        code, message = failure(["convert", str(tmp_path), *option], capsys)
-        assert code == 2
-        assert "applies to the fine-tuning only: pass steps too (--steps)" in message
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("steps", ["0", "2"])
-def test_a_converted_model_is_not_overwritten(tmp_path, capsys, steps):
-    model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
-    saving.save(model, tmp_path / "model")
-    folder = tmp_path / "new"
-    arguments = ["convert", str(tmp_path / "model"), "--folder", str(folder), "--batch-size", "2"]
-    cli.main([*arguments, "--batches", "2", "--steps", steps])
-    before = contents(folder)
-    capsys.readouterr()
-    code, message = failure([*arguments, "--batches", "3"], capsys)
-    assert code == 2
-    assert "already" in message
-    if steps != "0":
-        code, message = failure([*arguments, "--batches", "3", "--steps", "5", "--resume"], capsys)
-        assert code == 1
-        assert "differs in max_steps" in message
-    assert contents(folder) == before

@@ -1,38 +1,56 @@
-"""``import sigattn`` needs torch alone."""
+"""``import sigattn`` needs torch alone, packages are imported at first use, and commands do not wait for others."""
 
 import graphlib
+import importlib.util
 import subprocess
 import sys
 
 import pytest
 
+FORBIDDEN = ["triton", "matplotlib", "tyro", "transformers", "rich", "jaxtyping", "beartype", "safetensors", "timm"]
+FORBIDDEN += ["tensorboard", "sklearn", "torchvision", "soundfile", "jiwer", "tokenizers"]
+TORCH_ALONE = f"""
+import sys, torch
+before = set(sys.modules)
+import sigattn
+new = {{m.partition(".")[0] for m in set(sys.modules) - before}} - set(sys.stdlib_module_names)
+assert new == {{"sigattn"}}, new
+assert "sigattn.nn" not in sys.modules
+sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind())
+assert not set({FORBIDDEN!r}) & (set(sys.modules) - before)
+sys.modules.update(dict.fromkeys({FORBIDDEN!r}))
+for name in sigattn.__all__:
+    getattr(sigattn, name)
+from sigattn.models import autoencoder, language, saving, speech, vision
+from sigattn.recipes import registry
+saving.build(registry.find_recipe("lm-kappa-1-tiny").model)
+"""
+SLOW = ("matplotlib", "sympy", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers")
+COMMAND_LINE = f"""
+import sys
+for name in {FORBIDDEN!r}:
+    del sys.modules[name]
+import sigattn.cli
+print([m for m in {SLOW!r} if m in sys.modules])
+for package in ("tyro", "matplotlib"):
+    for name in [m for m in sys.modules if m.startswith("sigattn.cli") or m.partition(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None
+    try:
+        import sigattn.cli
+    except SystemExit as stop:
+        print(stop)
+    del sys.modules[package]
+"""
 
-def test_import_brings_in_nothing_but_torch():
-    code = (
-        "import sys, torch; before = set(sys.modules); import sigattn;"
-        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
-        "print(sorted(new)); sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind());"
-        "print([m for m in ('triton', 'matplotlib', 'tyro', 'transformers', 'rich', 'jaxtyping',"
-        " 'safetensors', 'tensorboard') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert set(eval(out[0])) <= {"sigattn", "torch"}, out[0]
-    assert out[1] == "[]"
 
-
-def test_import_works_where_only_torch_is_installed():
-    """Whatever is not torch, or needed by it, is made impossible to import."""
-    forbidden = ["triton", "matplotlib", "tyro", "transformers", "rich", "jaxtyping", "beartype", "safetensors", "timm"]
-    forbidden += ["tensorboard", "sklearn", "torchvision", "soundfile", "jiwer", "tokenizers"]
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({forbidden!r}))\n"
-        "import sigattn\n"
-        "for name in sigattn.__all__: getattr(sigattn, name)\n"
-        "from sigattn.models import autoencoder, language, saving, speech, vision\n"
-        "from sigattn.recipes import registry\n"
-        "saving.build(registry.find_recipe('lm-kappa-1-tiny').model)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_imports():
+    """Without the other packages, then the command line with them, then without one that it needs."""
+    code = TORCH_ALONE + (COMMAND_LINE if importlib.util.find_spec("tyro") else "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    missing = "sigattn: the command line needs {}: pip install 'sigattn[train]'"
+    assert done.stdout.splitlines() in ([], ["[]", missing.format("tyro"), missing.format("matplotlib")])
 
 
 def test_no_file_imports_itself_through_others():

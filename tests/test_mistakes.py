@@ -19,7 +19,7 @@ from sigattn.data.tokens import load_packed
 from sigattn.models import saving
 from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop
-from tests.test_cli import failure
+from tests.test_cli import contents, failure
 
 TINY = ["lm-1b-2k", "--tiny", "--training.max-steps", "1", "--training.batch-size", "2", "--model.max-seq-len", "16"]
 USAGE, DATA = 2, 1
@@ -62,6 +62,15 @@ SETTINGS = [
     (["train", *TINY, "--model.attention-bias", "log_sample"], "'log_sample' is -log of each sample's length, which "),
     (["train", *TINY, "--task.end-token", "256"], "end_token must be below the vocabulary of 256, got 256"),
     (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
+    (["train", *TINY, "--workers", "7"], "workers=7 is for folders of images"),
+    (["train", *TINY, "--model.num-heads", "5"], "multiple of num_heads, got embed_dim=64, num_heads=5"),
+    (["train", "lm-2b"], "no recipe is called 'lm-2b'; sigattn recipes lists them"),
+    (["recipes", "lm-2b"], "no recipe is called"),
+    (["train", "vit-byol"], "train its tiny form on handwritten digits (--data, --tiny)"),
+    (["train", "asr-ls960", "--tiny"], "name its folder (--data)"),
+    (["train", "lm-1b-2k"], "(--tokenizer, --data, --model.vocab-size)"),
+    (["train", "vit-mae", "--tiny", "--tokenizer", "x"], "takes no tokenizer"),
+    (["pack", "--data", "x", "--tokenizer", "y", "--save", "z"], "ends in .bin"),
     (
         ["train", "vit-supervised", "--tiny", "--model.num-classes", "5"],
         "10 classes and the model 5 (--model.num-classes)",
@@ -257,7 +266,13 @@ def test_where_results_go(corpus, capsys):
     file.write_text("in the way")
     (corpus / "folder.bin").mkdir()
     learn, pack = ["tokenizer", "--data", text], ["pack", "--data", text, "--tokenizer"]
+    (corpus / "empty.txt").write_text("")
+    before = contents(corpus)
     mistake([*learn, "--save", corpus], USAGE, f"name a file to write, got the folder {corpus}", capsys)
+    mistake([*learn, "--save", text], USAGE, "is the data itself, which would be overwritten", capsys)
+    learn_other = ["tokenizer", "--save", corpus / "new.json", "--data"]
+    mistake([*learn_other, corpus / "empty.txt"], DATA, "empty.txt is empty", capsys)
+    mistake([*learn_other, "hf:"], DATA, "names no data set: write hf:NAME", capsys)
     mistake([*pack, tokenizer, "--save", corpus / "folder.bin"], USAGE, "got the folder", capsys)
     mistake([*pack, text, "--save", corpus / "x.bin"], DATA, "cannot read the tokenizer", capsys)
     mistake([*learn, "--save", file / "x"], DATA, f"{file}: ", capsys)
@@ -265,6 +280,8 @@ def test_where_results_go(corpus, capsys):
     mistake(["demo", "--run-folder", file], DATA, f"cannot write to the run folder {file}", capsys)
     mistake(["evaluate", file], DATA, f"{file}", capsys)
     mistake(["demo", "--text", corpus / "folder.bin"], DATA, "looked for .txt, .md, .rst, .py files", capsys)
+    mistake(["train", "asr-ls960", "--data", "/nowhere"], DATA, "no such file or folder: /nowhere", capsys)
+    assert contents(corpus) == before
 
 
 def test_without_permission(tmp_path, capsys, monkeypatch):

@@ -319,27 +319,6 @@ def test_reports_and_recording(name):
         assert all(layer.statistics is None for layer in recorded)
 
 
-def test_cached_generation_is_what_the_whole_sequence_gives():
-    for options in (
-        {},
-        {"position": "alibi"},
-        {"position": "sincos"},
-        {"attention_bias": "log_visible"},
-        {"position": "alibi", "attention_bias": "log_alibi"},
-        {"tie_embeddings": False},
-    ):
-        model = LanguageModel(replace(LANGUAGE, **options)).eval()
-        tokens = torch.randint(11, (2, 16))
-        with torch.no_grad():
-            cache = model.new_kv_cache()
-            parts = torch.cat([model(part, cache) for part in tokens.split([5, 1, 1, 9], 1)], 1)
-            torch.testing.assert_close(parts, model(tokens), atol=1e-5, rtol=1e-5)
-        greedy = model.generate(tokens[:, :3], 13, temperature=0.0)
-        for i in range(3, 16):
-            assert torch.equal(greedy[:, i], model(greedy[:, :i])[:, -1].argmax(-1))
-        assert model.generate(tokens, 30, temperature=0.0).shape == (2, 46)  # past the context
-
-
 def test_context_bias():
     model = build(ViTConfig(**{**SIZES["Ti"], "num_layers": 1}, attention_bias="log_context"), "meta")
     assert model.blocks[0].attention.attention_bias.value == -math.log(197)

@@ -10,8 +10,6 @@ from sigattn.nn import (
     AlibiKeysBias,
     AlibiQuadraticBias,
     Attention,
-    Documents,
-    KVCache,
     QuadraticBias,
     make_bias,
 )
@@ -73,27 +71,6 @@ def test_weights_of_each_head_sum_to_about_one():
     distance = torch.arange(2048).double()
     odds = torch.exp(b[0, :, -1].double() - layer.position().double()[:, None] * distance)
     torch.testing.assert_close(odds.sum(-1), torch.ones(8).double(), rtol=1e-5, atol=1e-5)
-
-
-def test_documents_count_their_own_keys():
-    torch.manual_seed(0)
-    layer = Attention(E, H, activation="sigmoid", attention_bias=AlibiKeysBias(), position=Alibi(H))
-    tokens = torch.tensor([[5, 5, 5, 0, 5, 5, 0, 5, 5, 5, 5]])
-    x = torch.randn(1, N, E)
-    together = layer(x, documents=Documents.from_end_token(tokens, 0))
-    for part in (slice(0, 4), slice(4, 7), slice(7, 11)):
-        torch.testing.assert_close(together[:, part], layer(x[:, part]), rtol=1e-5, atol=1e-6)
-
-
-def test_prompts_padded_on_the_left():
-    torch.manual_seed(0)
-    layer = Attention(E, H, activation="sigmoid", attention_bias=AlibiKeysBias(), position=Alibi(H)).eval()
-    x = torch.randn(2, N, E)
-    with torch.no_grad():
-        cache = KVCache(N, torch.tensor([0, 5]))
-        padded = torch.cat([layer(part, cache=cache) for part in x.split([7, 1, 3], 1)], 1)
-        torch.testing.assert_close(padded[:1], layer(x[:1]), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(padded[1:, 5:], layer(x[1:, 5:]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("learn", ["head", "quadratic"])

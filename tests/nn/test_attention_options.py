@@ -223,17 +223,6 @@ class TestCache:
                 Attention(8, 2, activation="sigmoid", attention_bias=0.0, causal=False)(x, cache=KVCache(4))
 
 
-@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
-def test_a_padded_prompt_in_pieces(activation):
-    """The first piece of the second sample is padding alone."""
-    layer = Attention(8, 2, activation=activation, attention_bias=-1.0, position=RotaryEmbedding(4)).eval()
-    x, cache = torch.randn(2, 6, 8), KVCache(6, left_padding=torch.tensor([0, 3]))
-    with torch.no_grad():
-        out = torch.cat([layer(part, cache=cache) for part in x.split(2, 1)], 1)
-        torch.testing.assert_close(out[:1], layer(x[:1]))
-        torch.testing.assert_close(out[1:, 3:], layer(x[1:, 3:]))
-
-
 def test_recording_everything():
     layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, position=Alibi(2), dropout=0.5).eval()
     x = torch.randn(2, 5, 8)

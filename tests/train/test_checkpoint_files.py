@@ -4,6 +4,8 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +16,7 @@ from sigattn import cli
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.train import checkpoint
 from sigattn.train.checkpoint import CheckpointError
-from tests.test_cli import failure
-from tests.train.test_run_folder import contents
+from tests.test_cli import contents, failure
 
 TRAIN = ["train", "lm-1b-2k", "--tiny", "--training.max-steps", "2", "--training.batch-size", "4"]
 TRAIN += ["--training.checkpoint-every", "1", "--model.max-seq-len", "16", "--model.embed-dim", "16"]
@@ -63,7 +64,7 @@ def test_every_flipped_bit_is_reported_or_harmless(tmp_path):
     chance, harmless, flips = random.Random(0), 0, 0
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
-        for position in chance.sample(range(len(content)), min(len(content), 80)):
+        for position in chance.sample(range(len(content)), min(len(content), 25)):
             flipped = bytearray(content)
             flipped[position] ^= 1 << chance.randrange(8)
             file.write_bytes(flipped)
@@ -77,8 +78,8 @@ def test_every_flipped_bit_is_reported_or_harmless(tmp_path):
             assert step == 1
             assert all(map(torch.equal, state(module, optimizer), saved)), (file, position)
         file.write_bytes(content)
-    assert flips > 200
-    assert harmless < 5  # such as a line feed that becomes a vertical tab
+    assert flips == 75
+    assert harmless < 3  # such as a line feed that becomes a vertical tab
     module, optimizer = trained(seed=1)
     checkpoint.load(path, module, optimizer, SETTINGS, ProcessMesh())  # the files are whole again
     assert all(map(torch.equal, state(module, optimizer), saved))
@@ -196,3 +197,41 @@ def test_failed_write_leaves_the_checkpoint_before(tmp_path):
     module, optimizer = trained(seed=1)
     assert checkpoint.load(first, module, optimizer, SETTINGS, ProcessMesh()) == 1
     assert all(map(torch.equal, state(module, optimizer), state(*trained())))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads
+def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path):
+    """Killed at 30 of the function calls of saving, the last ones among them."""
+    calls = 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(folder, step):
+        sys.setprofile(count)
+        path = checkpoint.save(folder, *trained(step), step, SETTINGS, ProcessMesh())
+        sys.setprofile(None)
+        return path
+
+    last = 0
+    for name in ("imports", "first"):
+        calls = 0
+        save(tmp_path / name, 1)
+    total, steps, chance = calls, [], random.Random(0)
+    for moment in (*chance.sample(range(1, total), 20), *range(total - 9, total + 1)):
+        folder = shutil.copytree(tmp_path / "first", tmp_path / str(moment))
+        calls, last = 0, moment
+        if (child := os.fork()) == 0:
+            save(folder, 2)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
+        module, optimizer = trained(seed=5)
+        newest = checkpoint.list_checkpoints(folder)[-1]
+        steps.append(checkpoint.load(newest, module, optimizer, SETTINGS, ProcessMesh()))
+        assert all(map(torch.equal, state(module, optimizer), state(*trained(steps[-1]))))
+    assert set(steps) == {1, 2}

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 import shutil
 import signal
 import sys
@@ -83,31 +84,49 @@ def finished(whole, tmp_path):
 
 
 def test_loss_decreases_and_results_are_saved(tmp_path, text):
-    train(MODEL, replace(TRAIN, max_steps=60), text, tmp_path)
+    train(MODEL, replace(TRAIN, max_steps=25, learning_rate=1e-2), text, tmp_path)
     rows = metrics.read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(60))
+    assert [row["step"] for row in rows] == list(range(25))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
-    assert [r["step"] for r in rows if "validation_bits" in r] == [*range(4, 60, 5)]
+    assert [r["step"] for r in rows if "validation_bits" in r] == [*range(4, 25, 5)]
     assert {"loss", "attention_norm", "gradient_norm", "learning_rate"} <= rows[0].keys()
     assert list(tmp_path.glob("events.out.tfevents*"))
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000056", "step-00000060"]
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000024", "step-00000025"]
     assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
-def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, text):
-    parts = tmp_path / "parts"
+AVERAGED = replace(TRAIN, optimizer="adagrad", schedule="constant", ema=0.5, statistics_every=3)
 
-    def press_ctrl_c(row):
-        if row["step"] == 7:
+
+@pytest.mark.parametrize("config", [TRAIN, AVERAGED], ids=["adamw", "adagrad, average of weights, statistics"])
+def test_a_resumed_run_equals_an_uninterrupted_one(config, tmp_path, text, monkeypatch):
+    """Metrics, weights, and random numbers such as dropout's. Ctrl-C lets the step be completed."""
+    loss, drawn, last = LanguageModelling.loss, [], 0
+
+    def drawing(self, module, batch):
+        drawn.append(torch.rand(()).item())
+        if len(drawn) == last:
             signal.raise_signal(signal.SIGINT)
+        return loss(self, module, batch)
 
-    with pytest.raises(Interrupted, match="stopped after 8 of 12 steps"):
-        train(MODEL, TRAIN, text, parts, on_row=press_ctrl_c)
-    train(MODEL, TRAIN, text, parts, resume=True)
-    assert numbers(parts) == numbers(whole)
-    ours, theirs = (load_model(folder / "model").state_dict() for folder in (parts, whole))
+    monkeypatch.setattr(LanguageModelling, "loss", drawing)
+    train(MODEL, config, text, tmp_path / "whole")
+    whole, last = drawn.copy(), 6
+    assert len(set(whole)) == config.max_steps
+    drawn.clear()
+    with pytest.raises(Interrupted, match="stopped after 6 of 12 steps"):
+        train(MODEL, config, text, tmp_path / "parts")
+    train(MODEL, config, text, tmp_path / "parts", resume=True)
+    assert drawn == whole
+    rows = numbers(tmp_path / "parts")
+    assert rows == numbers(tmp_path / "whole")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    ours, theirs = (load_model(tmp_path / name / "model").state_dict() for name in ("parts", "whole"))
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
+    drawn.clear()
+    train(MODEL, replace(config, seed=4, max_steps=2), text, tmp_path / "other")
+    assert not set(drawn) & set(whole)
 
 
 def test_killed_run_resumes_from_last_checkpoint(whole, tmp_path, text):
@@ -141,9 +160,10 @@ def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
         log.write(row)
     log.close()
     content = path.read_bytes()
-    for bit in range(8 * len(content)):
+    chance = random.Random(0)
+    for position in range(len(content)):
         flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
+        flipped[position] ^= 1 << chance.randrange(8)
         path.write_bytes(flipped)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -252,22 +272,6 @@ def test_independent_decay_needs_adamw():
             replace(TRAIN, independent_decay=True, **change)
 
 
-def test_adagrad_learns_and_resumes(tmp_path, text):
-    config = replace(TRAIN, optimizer="adagrad", max_steps=8, schedule="constant")
-    train(MODEL, config, text, tmp_path / "whole")
-    rows = numbers(tmp_path / "whole")
-    assert rows[-1]["loss"] < rows[0]["loss"]
-
-    def stop(row):
-        if row["step"] == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        train(MODEL, config, text, tmp_path / "parts", on_row=stop)
-    train(MODEL, config, text, tmp_path / "parts", resume=True)
-    assert numbers(tmp_path / "parts") == rows
-
-
 def test_ema_is_evaluated_and_saved(tmp_path, text):
     config = replace(TRAIN, ema=0.5, max_steps=3, validate_every=1)
     plain = train(MODEL, replace(config, ema=None, schedule="constant"), text, tmp_path / "plain")
@@ -348,7 +352,7 @@ def test_half_precision(tmp_path, text):
 @pytest.mark.usefixtures("unchecked")
 def test_compiled(tmp_path, text, monkeypatch):
     # without inductor, whose kernels take two seconds each
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
     model = replace(MODEL, num_layers=1)
     train(model, replace(TRAIN, max_steps=3), text, tmp_path / "plain")
     train(model, replace(TRAIN, max_steps=3, compile=True), text, tmp_path / "compiled")
@@ -393,34 +397,6 @@ def test_unfinished_checkpoints_are_deleted(tmp_path, text):
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
-def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
-    """Random numbers, such as dropout's, differ between steps, and a resumed run draws those of a whole one."""
-    loss, drawn = LanguageModelling.loss, []
-
-    def drawing(self, module, batch):
-        drawn.append(torch.rand(()).item())
-        return loss(self, module, batch)
-
-    monkeypatch.setattr(LanguageModelling, "loss", drawing)
-
-    def draws(name, config, **options):
-        drawn.clear()
-        train(MODEL, config, text, tmp_path / name, **options)
-        return list(drawn)
-
-    whole = draws("whole", TRAIN)
-    assert len(set(whole)) == TRAIN.max_steps
-    assert not set(draws("other", replace(TRAIN, seed=4))) & set(whole)
-
-    def stop(row):
-        if row["step"] == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        train(MODEL, TRAIN, text, tmp_path / "parts", on_row=stop)
-    assert draws("parts", TRAIN, resume=True) == whole[5:]
-
-
 def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
     """The loss itself is finite: the slope of a square root at 0 is infinite, and times 0 NaN."""
     loss, weights = LanguageModelling.loss, []
@@ -437,24 +413,6 @@ def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
         train(MODEL, replace(TRAIN, max_grad_norm=None), text, tmp_path)
     ((module, before),) = weights
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
-
-
-def test_ctrl_c_finishes_the_step(whole, tmp_path, text, monkeypatch):
-    parts = tmp_path / "parts"
-    loss = LanguageModelling.loss
-
-    def interrupted(self, module, batch):
-        if module.training and len(numbers(parts)) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return loss(self, module, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LanguageModelling, "loss", interrupted)
-        with pytest.raises(Interrupted, match="stopped after 3 of 12"):
-            train(MODEL, TRAIN, text, parts)
-    assert len(numbers(parts)) == 3
-    train(MODEL, TRAIN, text, parts, resume=True)
-    assert numbers(parts) == numbers(whole)
 
 
 def test_second_ctrl_c_stops_at_once():

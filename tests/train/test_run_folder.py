@@ -19,7 +19,7 @@ from sigattn.train import checkpoint, loop, metrics, trainer
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.trainer import NonFiniteLossError
-from tests.test_cli import failure
+from tests.test_cli import contents, failure
 
 MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)
 TRAIN = TrainConfig(max_steps=6, batch_size=2, warmup_steps=0, validate_every=3, checkpoint_every=2)
@@ -42,10 +42,6 @@ def text():
 
 def train(data, folder, config=TRAIN, **options):
     return loop.train(LanguageModelling(), MODEL, config, data, folder, **options)
-
-
-def contents(folder):
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @contextlib.contextmanager
@@ -133,15 +129,6 @@ class TestFailedResume:
         with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
             metrics.MetricsLog(tmp_path, 1)
         assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
-
-    def test_the_demo(self, tmp_path, capsys):
-        run = ["demo", "--run-folder", str(tmp_path), "--max-seq-len", "16", "--num-layers", "1", "--embed-dim", "16"]
-        run += ["--num-heads", "2", "--max-steps", "2", "--batch-size", "2"]
-        cli.main(run)
-        capsys.readouterr()
-        before = contents(tmp_path)
-        failure([*run, "--learning-rate", "1", "--resume"], capsys)
-        assert contents(tmp_path) == before
 
 
 class TestFiniteCheckpoints:
