@@ -221,7 +221,7 @@ class Call:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@fuzz(60)
+@fuzz(50)
 @given(case=cases())
 def test_every_option(backend, case):
     if backend == "triton" and case["dtype"] is torch.float64:
@@ -243,13 +243,13 @@ def test_every_option(backend, case):
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("dtype", "layout", "heads", "keys"),
+    ("backend", "dtype", "layout", "heads", "keys"),
+    # "blocked" takes 4,096 or 8,192 keys of 64 features at a time; interpreted kernels split at any length
     [
-        (torch.float32, "length first", (2, 2), 4500),
-        (torch.bfloat16, "heads first", (4, 1), 9000),
-        (torch.float16, "length first", (2, 2), 4500),
+        ("blocked", torch.float32, "length first", (2, 2), 4500),
+        ("blocked", torch.bfloat16, "heads first", (4, 1), 9000),
+        ("triton", torch.bfloat16, "heads first", (4, 1), 1500),
     ],
 )
 def test_long_caches(backend, dtype, layout, heads, keys):
@@ -257,8 +257,7 @@ def test_long_caches(backend, dtype, layout, heads, keys):
     hq, hkv = heads
     g = torch.Generator().manual_seed(0)
     device = device_of(backend)
-    d = 16 if backend == "triton" else 64  # of which "blocked" takes 4,096 or 8,192 keys at a time
-    keys = keys // 4 if backend == "triton" else keys  # still several splits; the interpreter is slow
+    d = 16 if backend == "triton" else 64
     for slopes, normalize in ((None, False), (torch.tensor([0.01, 0.02, 0.03, 0.04][:hq]), False), (None, True)):
         q = torch.randn(2, 1, hq, d, generator=g).to(dtype)
         k, v = (torch.randn(2, keys, hkv, d, generator=g).to(dtype) for _ in range(2))
@@ -311,18 +310,18 @@ def test_results_repeat_bitwise_for_any_number_of_splits():
         return flash_attn_with_kvcache(q, k, v, sigmoid_bias=-6.0, num_splits=splits, backend="triton")
 
     assert torch.equal(run(0), run(0))
-    for splits in (1, 2, 5, 100):
+    for splits in (1, 5, 100):
         torch.testing.assert_close(run(splits), run(0))
 
 
 def test_decoding_equals_one_causal_call():
     """Decode token by token, with and without pages."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 40, 4, 8).unbind()
+    q, k, v = torch.randn(3, 2, 20, 4, 8).unbind()
     whole = flash.flash_attn_func(q, k, v, causal=True, sigmoid_bias=-3.0)
     table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
-    plain, paged = torch.zeros(2, 2, 48, 4, 8).unbind(), torch.zeros(2, 6, 16, 4, 8).unbind()
-    for start, stop in [(0, 7), *((i, i + 1) for i in range(7, 40))]:
+    plain, paged = torch.zeros(2, 2, 24, 4, 8).unbind(), torch.zeros(2, 6, 8, 4, 8).unbind()
+    for start, stop in [(0, 7), *((i, i + 1) for i in range(7, 20))]:
         new = (q[:, start:stop], k[:, start:stop], v[:, start:stop])
         for caches, where in ((plain, {}), (paged, {"block_table": table})):
             out = flash_attn_with_kvcache(
@@ -380,9 +379,8 @@ class TestBadInput:
         try:
             return flash_attn_with_kvcache(**made)
         finally:
-            if "works" not in changes:
-                changed = any(not torch.equal(made[n], b) for n, b in zip(("k_cache", "v_cache"), before, strict=True))
-                assert changed == (changes == {})
+            changed = any(not torch.equal(made[n], b) for n, b in zip(("k_cache", "v_cache"), before, strict=True))
+            assert changed == (changes == {})
 
     def test_valid_call(self):
         assert self.call().shape == (2, 1, 4, 8)
@@ -411,6 +409,9 @@ class TestBadInput:
             ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_dim at most head_dim"),
             ({"sigmoid_bias": torch.ones(2, 4, 3)}, r"\(B or 1, Hq or 1, N or 1\) = \(2 or 1, 4 or 1, 1 or 1\)"),
             ({"backend": "cuda"}, "backend"),
+            ({"attn_mask": torch.tensor(True)}, "attn_mask does not broadcast"),
+            ({"attn_mask": torch.ones(3, 5) > 0}, "attn_mask does not broadcast"),
+            ({"attn_mask": [[True]]}, "attn_mask must be a tensor, bool"),
         ],
     )
     def test_values_and_shapes(self, changes, message):
@@ -437,6 +438,8 @@ class TestBadInput:
     def test_no_gradient(self):
         with pytest.raises(RuntimeError, match="has no gradient"):
             self.call(q=torch.zeros(2, 1, 4, 8, requires_grad=True))
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            self.call(attn_mask=torch.ones(1, 5, requires_grad=True))
 
     def test_unsupported_backend(self, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)

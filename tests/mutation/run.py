@@ -54,7 +54,7 @@ def tests_in(file: str, names: str) -> str:
 # in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
 LIKELY = {
     "autocast": "test_pytorch test_correctness",
-    "attention": "test_correctness test_bad_input test_scalars test_short test_pytorch",
+    "attention": "test_correctness test_bad_input test_scalars test_borders test_pytorch",
     "autograd": "test_autograd test_pytorch",
     "block_mask": "test_block_mask",
     "blocked": "test_correctness test_masked_weights test_borders",
@@ -64,26 +64,15 @@ LIKELY = {
     "conversion/fit": "tests/conversion/test_fit.py",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
-    "llvm": tests_in(
-        "tests/ops/test_llvm.py",
-        "test_keys_are_divided_if_there_are_more_threads_than_heads test_every_number_is_written test_empty_tensors "
-        "test_memory_in_many_tensors test_rows_at_any_address test_logits_of_any_size TestRoundingToBfloat16 "
-        "TestSavedWeights test_what_it_does_not_support_is_refused "
-        "test_it_is_the_default_for_what_it_supports test_small_calls_take_one_thread "
-        "test_keys_are_divided_where_threads_would_wait test_sizes_that_cross_the_tiles "
-        "test_keys_of_one_head_are_divided_into_two_parts test_lengths_outside_of_the_keys_are_limited "
-        "test_the_gradient_of_a_mask_is_not_lost test_output_and_gradients_match_the_formula",
-    )
-    + " tests/ops/test_dropout.py::test_all_backends_drop_the_same_weights"
-    + " test_llvm_requirements test_llvm_compilation",
+    "llvm": "test_llvm test_dropout test_llvm_requirements test_llvm_compilation",
     "mask": "test_mask test_correctness",
     "normalization": "test_normalization tests/distributed/test_context_parallel.py",
     "memory": "test_backends",
     "nested": "test_nested",
     "positions": "test_correctness test_borders test_dropout",
     "onnx": "test_onnx",
-    "problem": "test_problem test_short test_correctness test_borders tests/test_flash.py",
-    "reference": "test_correctness test_masked_weights test_short test_statistics",
+    "problem": "test_problem test_correctness test_borders tests/test_flash.py",
+    "reference": "test_correctness test_masked_weights test_borders test_statistics",
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
     "statistics": "test_statistics",

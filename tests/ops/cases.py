@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sigattn.ops import llvm
 from sigattn.ops.attention import BACKENDS
-from sigattn.ops.blocked import tiles
+from sigattn.ops.blocked import dense, tiles
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import tuning
 
@@ -170,10 +170,12 @@ def _broadcastable(shape):
 
 
 @st.composite
-def cases(draw, most=3):
-    """Draw calls with up to ``most`` samples, key heads, and query heads per key head."""
+def cases(draw, interpreted=False):
+    """Draw calls; few heads for interpreted kernels, whose time is that of the heads."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    batch, kv, rep = draw(st.integers(0, most)), draw(st.integers(1, most)), draw(st.integers(1, most))
+    batch, kv, rep = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    if interpreted:
+        batch, kv, rep = draw(st.sampled_from([(0, 1, 1), (1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2)]))
     n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
     d, dv = draw(head_dims(*range(1, 20))), draw(head_dims(*range(1, 20)))
     side = st.integers(-1, 40)
@@ -221,8 +223,8 @@ _NARROW = {(tiles, "NARROW_FROM"): (0, 0), (tiles, "has_bfloat16_products"): lam
 PATHS = {
     "as users meet it": {},
     "bfloat16 products": _NARROW,
-    "bias as a column": {**_NARROW, (tiles, "EXTENDED_FROM"): 0},
-    "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9},
+    "bias as a column, saved weights": {**_NARROW, (tiles, "EXTENDED_FROM"): 0, (dense, "MOST_SAVED"): 10**6},
+    "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9, (dense, "MOST_SAVED"): 0},
     "small tiles, bfloat16 products, bias as a column": {
         **_SMALL_TILES,
         **_NARROW,
@@ -238,8 +240,22 @@ def ways(backend):
 
 
 @contextlib.contextmanager
+def nan_filled_memory(fill=True):
+    """Fill new memory with NaN, so that a number that is not written shows."""
+    memory, deterministic = torch.utils.deterministic, torch.are_deterministic_algorithms_enabled()
+    before = memory.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(fill or deterministic)
+        memory.fill_uninitialized_memory = fill
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        memory.fill_uninitialized_memory = before
+
+
+@contextlib.contextmanager
 def path(name):
-    """Make the blocked backend take one code path."""
+    """Make a backend take one code path."""
     settings = {**PATHS, **KERNEL_PATHS}[name]
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:

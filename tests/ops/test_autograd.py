@@ -8,33 +8,31 @@ from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-BACKENDS = ["triton", "blocked"]
 
 
-def dense(x, backend):
+def dense(x):
     y = x.unflatten(-1, (2, 4)).transpose(1, 2)
-    return sigmoid_attention(y, y, y, is_causal=True, backend=backend)
+    return sigmoid_attention(y, y, y, is_causal=True)
 
 
-def packed(x, backend):
+def packed(x):
     y = x.flatten(0, 1).unflatten(-1, (2, 4))
     starts = torch.tensor([0, 3, 10])
-    return flash.flash_attn_varlen_func(y, y, y, starts, starts, 7, 7, causal=True, backend=backend)
+    return flash.flash_attn_varlen_func(y, y, y, starts, starts, 7, 7, causal=True)
 
 
 class Model(torch.nn.Module):
-    def __init__(self, attend, backend):
+    def __init__(self, attend):
         super().__init__()
-        self.linear, self.attend, self.backend = torch.nn.Linear(8, 8), attend, backend
+        self.linear, self.attend = torch.nn.Linear(8, 8), attend
 
     def forward(self, x):
-        return self.attend(self.linear(x), self.backend)
+        return self.attend(self.linear(x))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("attend", [dense, packed])
-def test_an_exported_model_trains(attend, backend):
-    model, x = Model(attend, backend), torch.randn(2, 5, 8)
+def test_an_exported_model_trains(attend):
+    model, x = Model(attend), torch.randn(2, 5, 8)
     model(x).square().sum().backward()
     expected = [p.grad for p in model.parameters()]
     program = torch.export.export(model, (x,))
@@ -45,24 +43,23 @@ def test_an_exported_model_trains(attend, backend):
             torch.testing.assert_close(p.grad, e)
 
 
-def arguments(op, backend):
+def arguments(op):
     """Return arguments of a registered op, of which the first requires grad."""
     torch.manual_seed(0)
     options = {"right": 0, "softcap": 2.5}
     if op == "dense_forward":
-        return [*Problem(*torch.randn(3, 1, 2, 5, 4).unbind(), **options), backend, False]
+        return [*Problem(*torch.randn(3, 1, 2, 5, 4).unbind(), **options), "blocked", False]
     if op == "varlen_forward":
         starts, tensors = torch.tensor([0, 2, 5]), torch.randn(3, 5, 2, 4).unbind()
-        return [*VarlenProblem(*tensors, None, None, None, starts, starts, None, 3, 3, **options), backend, False]
+        return [*VarlenProblem(*tensors, None, None, None, starts, starts, None, 3, 3, **options), "blocked", False]
     q, k, v = torch.randn(1, 1, 2, 4), *torch.randn(2, 1, 8, 2, 4).unbind()
     bias = torch.tensor(-1.0, dtype=torch.float64)
-    return [*KVCacheProblem(q, k, v, torch.tensor([5]), bias, **options), backend, False]
+    return [*KVCacheProblem(q, k, v, torch.tensor([5]), bias, **options), "blocked", False]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["dense_forward", "varlen_forward", "kvcache_forward"])
-def test_forward_mode_through_the_op_itself_raises(op, backend):
-    args = arguments(op, backend)
+def test_forward_mode_through_the_op_itself_raises(op):
+    args = arguments(op)
     call = getattr(torch.ops.sigattn, op).default
     with pytest.raises(RuntimeError, match='forward-mode derivatives need backend="reference"'):
         torch.func.jvp(lambda q: call(q, *args[1:]), (args[0],), (args[0],))
@@ -72,11 +69,10 @@ def test_forward_mode_through_the_op_itself_raises(op, backend):
             call(dual, *args[1:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["dense_forward", "varlen_forward"])
-def test_levels_of_torch_func_each_record(op, backend):
+def test_levels_of_torch_func_each_record(op):
     """Derivative by torch.func of a function that closes over a tensor that requires grad."""
-    q, k, *rest = arguments(op, backend)
+    q, k, *rest = arguments(op)
     k.requires_grad_()
 
     def call(q):
@@ -93,18 +89,18 @@ def test_levels_of_torch_func_each_record(op, backend):
 
 
 def test_second_derivatives_of_packed_sequences_are_those_of_finite_differences():
-    *tensors, rest = *(arguments("varlen_forward", "blocked")[:3]), arguments("varlen_forward", "blocked")[3:]
+    args = arguments("varlen_forward")
+    tensors, rest = args[:3], args[3:]
     tensors = [t[:, :1, :2].double().requires_grad_() for t in tensors]
 
     def call(*tensors):
         return torch.ops.sigattn.varlen_forward.default(*tensors, *rest)[0]
 
-    assert torch.autograd.gradcheck(call, tensors)
     assert torch.autograd.gradgradcheck(call, tensors)
 
 
 def test_packed_sequences_are_mapped():
-    q, *rest = arguments("varlen_forward", "blocked")
+    q, *rest = arguments("varlen_forward")
     many = torch.stack([q, q + 1, q - 1])
 
     def gradient(q):
@@ -115,9 +111,8 @@ def test_packed_sequences_are_mapped():
     torch.testing.assert_close(torch.vmap(gradient)(many), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_cache_has_no_gradient_and_says_so(backend):
-    q, *rest = arguments("kvcache_forward", backend)
+def test_a_cache_has_no_gradient_and_says_so():
+    q, *rest = arguments("kvcache_forward")
     q.requires_grad_()
     with pytest.raises(RuntimeError, match="sigmoid_kvcache_attention has no gradient"):
         torch.ops.sigattn.kvcache_forward.default(q, *rest)

@@ -47,41 +47,33 @@ def make(name, n, m, size):
     return block, create_mask(mod, batch, heads, n, m, device="cpu")
 
 
-def operands(n, m, dtype=torch.float32, kv=2, d=16, batch=2, heads=4):
+def operands(n, m, kv=2, d=16, batch=2, heads=4):
     g = torch.Generator().manual_seed(n + m)
     shapes = {"query": (batch, heads, n, d), "key": (batch, kv, m, d), "value": (batch, kv, m, 8)}
-    return {name: torch.randn(s, generator=g).to(dtype).requires_grad_() for name, s in shapes.items()}
+    return {name: torch.randn(s, generator=g).requires_grad_() for name, s in shapes.items()}
 
 
 WAYS = [
     ("reference", "as users meet it"),
     ("blocked", "as users meet it"),
     ("blocked", "small tiles"),
-    ("blocked", "small tiles, bfloat16 products, bias as a column"),
     ("triton", "tuned"),
 ]
-
-
 CASES = [
     ("causal", 160, 160, 32),
     ("documents", 150, 130, (16, 48)),
     ("each head its own", 150, 130, (16, 48)),
     ("each head its own", 160, 150, 128),
-    ("each sample its own", 160, 150, 128),
+    ("each sample its own", 140, 130, 128),
 ]
 
 
 @pytest.mark.parametrize(
     ("backend", "way", "case"),
-    [
-        (*way, case)
-        for way in WAYS
-        for case in CASES
-        if (way[0] != "triton" or case[-1] == 128) and ("column" not in way[1] or case[0] == "documents")
-    ],
+    # kernels take blocks of 128 only
+    [(*way, case) for way in WAYS for case in CASES if case[-1] == 128 or way[0] != "triton"],
 )
 def test_it_is_the_dense_mask(backend, way, case):
-    """Kernels take blocks of 128 only."""
     name, n, m, size = case
     block, dense = make(name, n, m, size)
     device = device_of(backend)
@@ -108,30 +100,29 @@ def test_with_every_other_option(backend):
     """It combines with causality, a window, key lengths, ALiBi, bias, a soft cap and dropout as a bool mask does."""
     device = device_of(backend)
     mask, size = ("documents", 128) if backend == "triton" else ("each head its own", 32)
-    block, dense = (t.to(device) for t in make(mask, 150, 160, size))
+    block, dense = (t.to(device) for t in make(mask, 140, 150, size))
     batch, heads, kv = (1, 2, 1) if backend == "triton" else (2, 4, 2)  # the interpreter is slow
-    leaves = operands(150, 160, batch=batch, heads=heads, kv=kv)
+    leaves = operands(140, 150, batch=batch, heads=heads, kv=kv)
     leaves = {key: t.detach().to(device).requires_grad_() for key, t in leaves.items()}
-    slopes, bias = (t.to(device).requires_grad_() for t in (torch.rand(heads), torch.randn(heads, 150, 1)))
+    slopes, bias = (t.to(device).requires_grad_() for t in (torch.rand(heads), torch.randn(heads, 140, 1)))
     results = []
     for mask in (block, dense):
         torch.manual_seed(5)
         out = sigmoid_attention(
             **leaves, attn_mask=mask, enable_gqa=True, window=(70, -1), is_causal=True, alibi_slopes=slopes, bias=bias,
-            key_lengths=torch.tensor([77, 160][:batch], device=device), softcap=2.0, dropout_p=0.3, backend=backend,
+            key_lengths=torch.tensor([77, 150][:batch], device=device), softcap=2.0, dropout_p=0.3, backend=backend,
         )  # fmt: skip
         results.append((out, *torch.autograd.grad(out.square().sum(), (*leaves.values(), slopes, bias))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
 @pytest.mark.parametrize(("name", "sizes"), [("each sample its own", (1, 4)), ("each head its own", (2, 1))])
-def test_a_query_that_broadcasts(backend, name, sizes):
+def test_a_query_that_broadcasts(name, sizes):
     """The mask is of the samples and heads of the output."""
     block, dense = make(name, 64, 64, 32)
     q, k, v = torch.randn(*sizes, 64, 8), torch.randn(2, 4, 64, 8), torch.randn(2, 4, 64, 8)
-    out = sigmoid_attention(q, k, v, block, backend=backend)
+    out = sigmoid_attention(q, k, v, block)
     expected = formula(q.expand(2, 4, 64, 8).double(), k.double(), v.double(), mask=dense)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -207,8 +198,7 @@ def test_mapped_by_torch_func():
     torch.testing.assert_close(gradient(block), gradient(dense))
 
 
-@pytest.mark.parametrize(("way", "dtype"), [("tuned", torch.float32), ("small tiles", torch.float16)])
-def test_kernels_do_not_visit_hidden_blocks(way, dtype):
+def test_kernels_do_not_visit_hidden_blocks():
     """Keys and values of blocks that no query sees, and queries of blocks that see no key, are NaN."""
     device = device_of("triton")
 
@@ -216,14 +206,13 @@ def test_kernels_do_not_visit_hidden_blocks(way, dtype):
         return ((j < 120) | (j >= 256)) & (i < 100)
 
     block = create_block_mask(islands, None, None, 150, 270, device=device)
-    leaves = {key: t.detach()[:1, :2].to(device) for key, t in operands(150, 270, dtype, kv=1).items()}
+    leaves = {key: t.detach()[:1, :2].to(device) for key, t in operands(150, 270, kv=1).items()}
     leaves["key"][:, :, 121] = torch.nan  # hidden, in a block that is visible in part: its weight is 0 all the same
     for name, hidden in (("key", slice(128, 256)), ("value", slice(128, 256)), ("query", slice(128, 150))):
         leaves[name][:, :, hidden] = torch.nan
         leaves[name].requires_grad_()
-    with path(way):
-        out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend="triton")
-        gradients = torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+    out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend="triton")
+    gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()))
     assert out.isfinite().all()
     assert not out[:, :, 128:].any()
     assert all(g.isfinite().all() for g in gradients[1:])  # that of the query is a product with the key that is NaN

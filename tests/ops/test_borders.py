@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from sigattn import attention_statistics, sigmoid_attention, sigmoid_varlen_attention
+from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from tests.ops.cases import ON_CPU, path, ways
 
 
@@ -60,3 +60,24 @@ def test_a_bias_that_bfloat16_cannot_hold(way, kind):
         out = sigmoid_attention(q, k, v, bias=bias, backend="blocked")
     expected = torch.full_like(out, torch.sigmoid(torch.tensor(-0.3)).item(), dtype=torch.float64)
     torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [-3.0, "head"])
+def test_a_scale_of_zero(request, dtype, bias):
+    """oneDNN's products with alpha = 0 ignore beta, and write nothing if that is 0."""
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    torch.set_float32_matmul_precision("medium")
+    q, k, v = torch.randn(3, 2, 4, 48, 8, dtype=dtype).unbind()
+    bias = torch.full((4, 1, 1), -3.0) if bias == "head" else bias
+    expected = v.double().sum(2, keepdim=True).expand(v.shape) * torch.sigmoid(torch.tensor(-3.0))
+    for backend in (None, "blocked"):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = sigmoid_attention(*inputs, scale=0.0, bias=bias, backend=backend)
+        torch.testing.assert_close(out.double(), expected, rtol=0.03, atol=0.03)
+        d_query, d_key, _ = torch.autograd.grad(out.sum(), inputs)
+        assert not d_query.any()
+        assert not d_key.any()
+    cached = (t.transpose(1, 2) for t in (q[:, :, :1], k, v))
+    out = sigmoid_kvcache_attention(*cached, bias=bias, scale=0.0).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected[:, :, :1], rtol=0.03, atol=0.03)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, strategies
+from hypothesis import given
 
 from sigattn import sigmoid_attention
 from sigattn.ops.triton import kernel_args
-from tests.ops.cases import COMPLETE, Case, cases, device_of, fuzz, path, ways, wide
+from tests.ops.cases import COMPLETE, Case, cases, device_of, fuzz, nan_filled_memory, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
-
-WAYS = [(b, p) for b in (*COMPLETE, None) for p in ways(b)]
 
 
 def run(function, given, options, grad_out, frozen=()):
@@ -64,72 +62,44 @@ def check(case: Case, backend: str | None, repeats: int = 0, frozen: tuple[str, 
             assert name == "attn_mask" or torch.equal(more[name], gradient), f"{name} differs between two runs"
 
 
-@pytest.mark.parametrize(("backend", "way"), WAYS)
-@fuzz(60)
-@given(data=strategies.data())
-def test_output_and_gradients_match_the_formula(backend, way, data):
-    # the interpreter's time is that of the heads
-    case = data.draw(cases(most=2 if device_of(backend) == "cpu" and backend == "triton" else 3))
-    with path(way):
+def check_written(case: Case, backend: str | None, way: str) -> None:
+    """Check a case in one way, every second one with new memory that is NaN."""
+    if "bfloat16" in way and case.seed % 4 > 1:  # such products are used if the logits have no terms but a bias
+        case.dtype, case.softcap, case.slopes = torch.bfloat16, 0.0, None
+        case.mask = ("bool", case.mask[1]) if case.mask else None
+    with path(way), nan_filled_memory(case.seed % 2 == 1):
         check(case, backend)
 
 
+@pytest.mark.parametrize(("backend", "way"), [(b, w) for b in (*COMPLETE, None) if b != "triton" for w in ways(b)])
 @fuzz(60)
 @given(case=cases())
-def test_bfloat16_products(case):
-    """They are used where the logits have no terms but a bias."""
-    case.dtype, case.softcap, case.slopes = torch.bfloat16, 0.0, None
-    case.mask = ("bool", case.mask[1]) if case.mask else None
-    with path("bfloat16 products"):
-        check(case, "blocked")
+def test_output_and_gradients_match_the_formula(backend, way, case):
+    check_written(case, backend, way)
 
 
-@pytest.mark.parametrize(("backend", "way"), WAYS)
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, causal, dtype):
-    case = Case((2, 2, 2, 67, 71, 8, 12), dtype, causal, None, None, None, None, None, False, "contiguous", 3)
-    if backend == "triton":  # the interpreter's time is that of the heads
-        case.shape = (1, 1, 2, *case.shape[3:])
-    with path(way):
-        check(case, backend)
+@pytest.mark.parametrize("way", ways("triton"))
+@fuzz(25)
+@given(case=cases(interpreted=not torch.cuda.is_available()))
+def test_output_and_gradients_of_kernels_match_the_formula(way, case):
+    check_written(case, "triton", way)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal"),
-    [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True), (torch.float64, False)],
-)
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_sizes_that_cross_real_tiles(dtype, causal):
-    """One problem with realistic sizes, so that the default tile sizes are tested."""
-    case = Case((1, 1, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
-    if dtype is torch.float64:
-        case.shape = (1, 1, 1, 600, 4500, 16, 8)
+    case = Case((1, 1, 2, 300, 4500, 16, 24), dtype, causal, None, None, None, None, None, False, "length first", 5)
     check(case, "blocked")
 
 
 @pytest.mark.parametrize(
     ("dtype", "causal", "window"),
-    [(torch.float32, False, (130, 40)), (torch.bfloat16, True, None), (torch.float16, True, (130, 40))],
+    [(torch.bfloat16, True, None), (torch.float16, False, (130, 40))],
 )
 def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
-    case = Case((1, 1, 1, 300, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
+    case = Case((1, 1, 1, 260, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
     check(case, "triton")
-
-
-@pytest.mark.parametrize(("softcap", "normalize"), [(0.0, False), (0.6, False), (0.6, True)])
-@pytest.mark.parametrize("backend", [b for b in COMPLETE if wide(b) is torch.float64])
-def test_gradcheck(backend, softcap, normalize):
-    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
-    bias = torch.randn(2, 4, 1, dtype=torch.float64, requires_grad=True)
-    mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    slopes = torch.rand(1, 2, 2, dtype=torch.float64, requires_grad=True)
-
-    def call(q, k, v, bias, mask, slopes):
-        options = {"alibi_slopes": slopes, "window": (3, 2), "softcap": softcap}
-        return sigmoid_attention(q, k, v, mask, bias=bias, normalize=normalize, backend=backend, **options)
-
-    assert torch.autograd.gradcheck(call, (q, k, v, bias, mask, slopes))
 
 
 @pytest.mark.parametrize("backend", COMPLETE)

@@ -8,7 +8,7 @@ from sigattn.ops import problem as problems
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args
-from tests.ops.cases import COMPLETE, PATHS, SUPPORTING, device_of, path, wide
+from tests.ops.cases import SUPPORTING, device_of, path, ways, wide
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -48,23 +48,23 @@ def test_dropped_weights_are_independent():
         assert abs(sums.var() / 64 - 1) < 0.25
 
 
-@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize(("backend", "way"), [(b, w) for b in SUPPORTING for w in ways(b) if w != "tuned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
+def test_all_backends_drop_the_same_weights(monkeypatch, backend, way, dtype):
+    """And the backward pass drops those that the forward pass dropped."""
+    if dtype is torch.float64 and wide(backend) is not dtype:
+        pytest.skip("not supported")
     monkeypatch.setattr(problems, "new_seed", lambda device: torch.tensor(1 << 40, device=device))
     q = torch.randn(2, 4, 33, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     results = []
     with path(way):
-        for backend in SUPPORTING:
-            if dtype is torch.float64 and wide(backend) is not dtype:
-                continue
-            there = (t.to(device_of(backend)) for t in (q, k, v))
-            out = sigmoid_attention(*there, dropout_p=0.3, is_causal=True, enable_gqa=True, backend=backend).cpu()
+        for each in (backend, "reference"):
+            there = (t.to(device_of(each)) for t in (q, k, v))
+            out = sigmoid_attention(*there, dropout_p=0.3, is_causal=True, enable_gqa=True, backend=each).cpu()
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    for result in results[1:]:
-        for a, b in zip(result, results[0], strict=True):
-            torch.testing.assert_close(a, b)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", SUPPORTING)
@@ -84,22 +84,11 @@ def test_seeded_scaled_and_unbiased(backend):
     kept = first != 0
     assert 0.5 < kept.double().mean() < 0.95
     torch.testing.assert_close(first[kept], full[kept] / 0.75)
-    draws = 400 if wide(backend) is torch.float64 else 20  # interpreted kernels, which drop the same weights, are slow
+    draws = 200 if backend != "triton" else 20  # interpreted kernels, which drop the same weights, are slow
     ratio = torch.stack([weights(0.25) for _ in range(draws)]).mean(0) / full
     standard_error = (0.25 / 0.75 / draws) ** 0.5
     assert (ratio - 1).abs().max() < 5 * standard_error
     assert abs(ratio.mean() - 1) < 4 * standard_error / ratio.numel() ** 0.5
-
-
-@pytest.mark.parametrize("backend", [b for b in COMPLETE if wide(b) is torch.float64])
-def test_gradient_uses_the_forward_s_mask(backend):
-    q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def call(q, k, v):
-        torch.manual_seed(3)
-        return sigmoid_attention(q, k, v, dropout_p=0.5, backend=backend)
-
-    assert torch.autograd.gradcheck(call, (q, k, v))
 
 
 def test_seeds_stay_on_the_device():

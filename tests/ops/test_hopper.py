@@ -146,8 +146,6 @@ def test_the_tables(simulated):
 
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 on_a_gpu = pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
 each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids=list(tuning.HOPPER_CONFIGS))
 
@@ -218,62 +216,63 @@ def test_they_are_not_used_before_they_are_measured():
     assert not tuning.WARP_SPECIALIZED
 
 
-class TestTheSimulator:
-    """The simulator detects these kinds of mistakes."""
+# lines without which a kernel is wrong, with the error, or None if a number is wrong in some order of events
+MISTAKES = {
+    "unchanged": (hopper, "", None),
+    "unchanged backward": (hopper_backward, "", None),
+    "slot overwritten too early": (
+        hopper,
+        "            mbarrier.wait(memory.k_empty.index(slot), phase)\n",
+        AssertionError,
+    ),
+    "slot never released": (
+        hopper,
+        "            mbarrier.arrive(memory.v_empty.index(v_slot))\n",
+        gluon_simulator.DeadlockError,
+    ),
+    "value used before its wait": (hopper, "            logits = warpgroup_mma_wait(1, deps=[logits])\n", TypeError),
+    "queries overwritten before they were read": (
+        hopper,
+        "            mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)\n",
+        None,
+    ),
+    "output overwritten before it was written": (
+        hopper,
+        "        tma.store_wait(0)  # the store of the last turn has read its slot\n",
+        None,
+    ),
+    "next keys loaded before the gradients were stored": (
+        hopper_backward,
+        "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n",
+        None,
+    ),
+}
 
-    def wrong(self, simulated, monkeypatch, module, old, new, stages=2):
-        """Return in how many orders of events a kernel with a changed line is wrong."""
-        source = inspect.getsource(module)
-        assert source.count(old) >= 1
-        source = (
-            source.replace(old, new).replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
-        )
-        changed = types.ModuleType("changed")
-        vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
-        exec(compile(source, "changed", "exec"), vars(changed))
-        simulated.modules = [changed]
-        kernels = {hopper: [tuning.FWD], hopper_backward: [tuning.DKDV, tuning.DQ]}[module]
-        monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
-        for kernel in kernels:
-            monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, stages)})
-        p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
-        truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
-        count = 0
-        for simulated.order in ORDERS:
-            found = (
-                [launch.forward(p)] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
-            )
-            count += not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
-        return count
 
-    @pytest.mark.parametrize("module", [hopper, hopper_backward])
-    def test_unchanged_kernel(self, simulated, monkeypatch, module):
-        assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
+    module, line, error = MISTAKES[mistake]
+    source = inspect.getsource(module)
+    assert line in source
+    source = source.replace(line, "").replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
+    changed = types.ModuleType("changed")
+    vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
+    exec(compile(source, "changed", "exec"), vars(changed))
+    simulated.modules = [changed]
+    kernels = [tuning.FWD] if module is hopper else [tuning.DKDV, tuning.DQ]
+    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
+    for kernel in kernels:
+        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, 3 if "queries" in mistake else 2)})
+    p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
+    truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
 
-    def test_slot_overwritten_too_early(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(memory.k_empty.index(slot), phase)\n"
-        with pytest.raises(AssertionError, match="more arrivals"):
-            self.wrong(simulated, monkeypatch, hopper, line, "")
+    def is_wrong(order):
+        simulated.order = order
+        found = [launch.forward(p)] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
+        return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
 
-    def test_slot_never_released(self, simulated, monkeypatch):
-        with pytest.raises(gluon_simulator.DeadlockError):
-            self.wrong(
-                simulated, monkeypatch, hopper, "            mbarrier.arrive(memory.v_empty.index(v_slot))\n", ""
-            )
-
-    def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
-        line = "            logits = warpgroup_mma_wait(1, deps=[logits])\n"
-        with pytest.raises(TypeError, match="Pending"):
-            self.wrong(simulated, monkeypatch, hopper, line, "")
-
-    def test_queries_overwritten_before_they_were_read(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper, line, "", stages=3)
-
-    def test_an_output_overwritten_before_it_was_written(self, simulated, monkeypatch):
-        line = "        tma.store_wait(0)  # the store of the last turn has read its slot\n"
-        assert self.wrong(simulated, monkeypatch, hopper, line, "")
-
-    def test_next_keys_loaded_before_the_gradients_were_stored(self, simulated, monkeypatch):
-        line = "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper_backward, line, "")
+    if error is None:
+        assert any(map(is_wrong, ORDERS)) == bool(line)
+    else:
+        with pytest.raises(error):
+            any(map(is_wrong, ORDERS))

@@ -36,13 +36,13 @@ OPTIONS = {  # their number has no factor in common with those of head dims and 
     },
 }  # fmt: skip
 PAIRS = len(HEAD_DIMS) * len(OPTIONS)
-COUNT = int(os.environ.get("SIGATTN_KERNEL_SWEEP", PAIRS if GPU else 6))
+COUNT = int(os.environ.get("SIGATTN_KERNEL_SWEEP", PAIRS if GPU else 3))
 
 
 def dense_case(number):
     """Draw a call with the next head dim, dtype and option; the rest is random."""
     draw = random.Random(number)
-    batch, kv, rep = 2, draw.choice([1, 2]), draw.choice([1, 2])
+    batch, kv, rep = 2 if GPU else 1, draw.choice([1, 2]), draw.choice([1, 2])
     n, m = draw.choice(SIZES)
     d = HEAD_DIMS[number % len(HEAD_DIMS)]
     chosen = {"causal": False, "scale": None, "window": None, "bias": None, "mask": None, "slopes": None}
@@ -72,14 +72,6 @@ def test_dense(number):
     test_correctness.check(dense_case(number), "triton", repeats=1)
 
 
-def test_every_head_dim_meets_every_option():
-    cases = [dense_case(number) for number in range(PAIRS)]
-    options = [number % len(OPTIONS) for number in range(PAIRS)]
-    assert len({(case.shape[-2], option) for case, option in zip(cases, options, strict=True)}) == PAIRS
-    first = cases[: len(HEAD_DIMS) * len(DTYPES)]
-    assert len({(case.shape[-2], case.dtype) for case in first}) == len(first)
-
-
 def drawn(strategy, number, check):
     """Check one random case with the next head dim and dtype (the simplest case first)."""
     d = HEAD_DIMS[number % len(HEAD_DIMS)]
@@ -102,8 +94,7 @@ def drawn(strategy, number, check):
 
 @pytest.mark.parametrize("number", range(-(-COUNT // 3)))
 def test_packed(number):
-    check = test_flash.test_packed_sequences_match_the_formula.hypothesis.inner_test
-    drawn(test_flash.packed_cases(), number, lambda case: check("triton", "tuned", case))
+    drawn(test_flash.packed_cases(not GPU), number, lambda case: test_flash.check_packed("triton", "tuned", case))
 
 
 @pytest.mark.parametrize("number", range(-(-COUNT // 3)))

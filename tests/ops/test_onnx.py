@@ -18,13 +18,9 @@ pytestmark = [
 B, N, M = Dim("b", max=9), Dim("n", max=99), Dim("m", max=99)
 LENGTHS = ((2, 7, 9), (3, 1, 33), (1, 20, 13))
 CALLS = {
-    "-log M": {},
-    "number": {"bias": -2.5, "scale": 0.5},
     "causal": {"is_causal": True},
-    "window": {"window": (2, 1), "bias": -1.0},
-    "softcap": {"softcap": 2.0},
+    "window": {"window": (2, 1), "bias": -2.5, "scale": 0.5, "softcap": 2.0},
     "normalize": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
-    "bool mask": {"attn_mask": "visible", "is_causal": True},
     "float mask": {"attn_mask": "additive", "bias": "bias"},
     "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},
 }

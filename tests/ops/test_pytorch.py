@@ -11,11 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import FLOP_FORMULAS, flash, sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops.problem import Problem
-from tests.ops.cases import COMPILER_NOISE, COMPLETE, SUPPORTING, wide
+from tests.ops.cases import COMPILER_NOISE, SUPPORTING, wide
+from tests.ops.truth import formula
 
-FAST = [b for b in COMPLETE if b != "reference"]
-# what follows from the ops alone need not be shown with interpreted kernels, which would take minutes
-ON_CPU = [b for b in FAST if b != "triton"]
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
 
 
@@ -50,34 +48,27 @@ class TestCompile:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize(
-        ("backend", "compiler"), [*((b, "aot_eager") for b in FAST), *((b, "inductor") for b in ON_CPU)]
-    )
-    def test_forward_and_backward_in_one_graph(self, backend, compiler):
-        q, k, v = inputs(dtype=wide(backend))
-        more = extras(dtype=wide(backend))
+    @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+    def test_forward_and_backward_in_one_graph(self, compiler):
+        q, k, v = inputs()
+        more = extras()
         leaves = [q, k, v, *(t for t in more.values() if t.is_floating_point())]
 
         def call(q, k, v, more):
-            return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend, **more)
+            return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, **more)
 
         compiled = torch.compile(call, fullgraph=True, backend=compiler)
         eager = outputs_and_gradients(lambda: call(q, k, v, more), leaves)
         assert_close(outputs_and_gradients(lambda: compiled(q, k, v, more), leaves), eager)
 
-    @pytest.mark.parametrize("backend", [None, "reference"])
-    def test_a_tensor_may_be_query_key_and_value(self, backend):
+    def test_a_tensor_may_be_query_key_and_value(self):
         x, lengths = inputs(heads=2, dv=6)[1], torch.tensor([3, 9])
 
         def call(x):
-            return sigmoid_attention(x, x, x, key_lengths=lengths, backend=backend)
+            return sigmoid_attention(x, x, x, key_lengths=lengths)
 
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-        assert_close([compiled(x)], [call(x)])
-        assert_close(
-            torch.autograd.grad(compiled(x).square().sum(), x),
-            torch.autograd.grad(call(x).square().sum(), x),
-        )
+        assert_close(*(outputs_and_gradients(lambda f=f: f(x), [x]) for f in (compiled, call)))
 
     def test_one_graph_where_the_compiler_cannot_ask_whether_autocast_is_available(self, monkeypatch):
         """torch.compile of PyTorch 2.11 cannot trace that query."""
@@ -99,13 +90,13 @@ class TestCompile:
 
         compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
         counts = []
-        for n, b in ((16, -1.0), (24, -2.5), (31, -3.25), (55, 0.5), (54, -4.0)):
+        for n, b in ((16, -1.0), (24, -2.5), (55, -3.25), (54, 0.5)):
             q, k, v = inputs(n, n)
             eager = outputs_and_gradients(lambda q=q, k=k, v=v, b=b: call(q, k, v, b), (q, k, v))
             assert_close(outputs_and_gradients(lambda q=q, k=k, v=v, b=b: compiled(q, k, v, b), (q, k, v)), eager)
             counts.append(counter.frame_count)
         # PyTorch's default compiles the first call for its very numbers, and learns from the second that they change
-        assert counts[1:] == [counts[0 if dynamic else 1]] * 4
+        assert counts[1:] == [counts[0 if dynamic else 1]] * 3
         assert counts[0] == 1 or dynamic
 
     def test_dropout_compiles(self):
@@ -127,29 +118,25 @@ class TestCompile:
             compiled(torch.tensor([3, 10]))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
 def test_opcheck(backend):
-    interpreted = backend == "triton"  # the ops are the same, and the interpreter is slow
+    interpreted = {"test_utils": ("test_schema", "test_faketensor")} if backend == "triton" else {}
     batch, heads, kv = (1, 2, 1) if interpreted else (2, 4, 2)
     q, k, v = (t.detach() for t in inputs(dtype=wide(backend), batch=batch, heads=heads, kv=kv))
     more = {name: t.detach() for name, t in extras(dtype=wide(backend), batch=batch, heads=heads).items()}
-    biases = (None, torch.tensor(-2.0, dtype=torch.float64), more["bias"].view(1, heads, 1, 1))
-    for bias in biases[2 if interpreted else 0 :]:
-        slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
+    slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
+    for bias in (None, more["bias"].view(1, heads, 1, 1)):
         tensors = [q, k, v, bias, more["attn_mask"][None, None], slopes]
+        normalize = save = bias is None
         rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0]
-        rest += [bias is None, backend]  # normalize
-        for save in (False, True):
-            torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*tensors, *rest, save))
+        arguments = *tensors, *rest, normalize, backend
+        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*arguments, save), **interpreted)
         with torch._C._AutoDispatchBelowAutograd():
-            result = torch.ops.sigattn.dense_forward.default(*tensors, *rest, False)
-        needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
+            result = torch.ops.sigattn.dense_forward.default(*arguments, False)
+        needs = [True, True, True, True, True, True] if bias is not None else [False, True, False, False, True, True]
         grad = torch.randn(batch, heads, 7, 5, dtype=q.dtype)
-        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, *result, *tensors, *rest, needs))
-        torch.library.opcheck(
-            torch.ops.sigattn.dense_backward.default,
-            (grad, *result, *tensors, *rest, [False, True, False, False, True, True]),
-        )
+        backward = grad, *result, *arguments, needs
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, backward, **interpreted)
 
 
 @pytest.mark.parametrize("backend", [b for b in SUPPORTING if b not in ("reference", "triton")])
@@ -168,14 +155,13 @@ def test_opcheck_of_heads_that_are_views_of_a_projection(backend, order):
         torch.library.opcheck(torch.ops.sigattn.dense_backward.default, args, test_utils=tests)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("mapped", [("q",), ("k", "v"), ("q", "k", "v"), ("bias",), ("mask",), ("q", "bias", "slopes")])
-def test_vmap(backend, mapped, batch):
+def test_vmap(mapped, batch):
     """vmap over some arguments, at various dimensions, equals separate calls for each slice; gradients too."""
     size = 3
-    base = dict(zip("qkv", (t.detach() for t in inputs(batch=batch, dtype=wide(backend))), strict=True))
-    more = extras(batch=batch, dtype=wide(backend))
+    base = dict(zip("qkv", (t.detach() for t in inputs(batch=batch)), strict=True))
+    more = extras(batch=batch)
     base |= {"bias": more["bias"].detach(), "mask": more["attn_mask"].detach(), "slopes": more["alibi_slopes"].detach()}
     in_dims = {name: (1 if name in ("k", "mask") else 0) if name in mapped else None for name in base}
     given = {
@@ -185,7 +171,7 @@ def test_vmap(backend, mapped, batch):
 
     def call(given):
         tensors = {"bias": given["bias"], "attn_mask": given["mask"], "alibi_slopes": given["slopes"]}
-        return sigmoid_attention(given["q"], given["k"], given["v"], enable_gqa=True, backend=backend, **tensors)
+        return sigmoid_attention(given["q"], given["k"], given["v"], enable_gqa=True, normalize=batch == 2, **tensors)
 
     slices = [{n: t.select(in_dims[n], i) if n in mapped else t for n, t in given.items()} for i in range(size)]
     expected = torch.stack([call(s) for s in slices])
@@ -222,7 +208,7 @@ def test_vmap_of_a_mask_whose_gradient_is_taken_outside():
     torch.testing.assert_close(leaf.grad, expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", *ON_CPU])
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
 def test_vmap_over_key_lengths(backend):
     q, k, v = (t.detach() for t in inputs())
     lengths = torch.tensor([[9, 4], [1, 0], [5, 5]])
@@ -259,12 +245,11 @@ def test_vmap_over_dropout(randomness):
 
 
 class TestHigherDerivatives:
-    @pytest.mark.parametrize("backend", FAST)
-    def test_forward_mode_through_an_explicit_backend_raises(self, backend):
-        q, k, v = (t.detach() for t in inputs(dtype=wide(backend)))
+    def test_forward_mode_through_an_explicit_backend_raises(self):
+        q, k, v = (t.detach() for t in inputs())
 
         def call(q):
-            return sigmoid_attention(q, k, v, enable_gqa=True, backend=backend)
+            return sigmoid_attention(q, k, v, enable_gqa=True, backend="blocked")
 
         with pytest.raises(RuntimeError, match='backend="reference"'):
             torch.func.jvp(call, (q,), (torch.ones_like(q),))
@@ -287,55 +272,42 @@ class TestHigherDerivatives:
             dual = call(torch.autograd.forward_ad.make_dual(q, tangent))
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected)
 
-    @pytest.mark.parametrize("backend", FAST)
-    def test_a_hessian_equals_that_of_the_reference(self, backend):
-        q, k, v = (t.detach() for t in inputs(n=3, m=4, batch=1, dtype=wide(backend)))
+    def test_a_hessian_equals_that_of_the_formula(self):
+        q, k, v = (t.detach() for t in inputs(n=3, m=4, batch=1))
 
-        def hessian(backend):
-            def loss(q):
-                return sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True, backend=backend).square().sum()
+        def hessian(attend, **options):
+            return torch.func.jacrev(torch.func.grad(lambda q: attend(q, k, v, **options).square().sum()))(q)
 
-            return torch.func.jacrev(torch.func.grad(loss))(q)
+        ours = hessian(sigmoid_attention, enable_gqa=True, is_causal=True, backend="blocked")
+        assert_close(ours, hessian(formula, causal=True))
 
-        assert_close(hessian(backend), hessian("reference"))
-
-    @pytest.mark.parametrize("backend", ON_CPU)
+    @pytest.mark.parametrize("backend", ["blocked", "reference"])
     def test_all_derivatives_of_a_gradient_penalty_equal_those_of_the_formula(self, backend):
-        dtype = wide(backend)
-        q, k, v = inputs(dtype=dtype)
-        more = extras(dtype=dtype)
-        leaves = [q, k, v, *(t for t in more.values() if t.requires_grad)]
+        q, k, v = inputs()
+        bias, mask, slopes, lengths = extras().values()
 
-        def penalty(backend):
+        def penalty(attend, **options):
             torch.manual_seed(0)
-            out = sigmoid_attention(q, k, v, enable_gqa=True, backend=backend, dropout_p=0.2, softcap=2.0, **more)
+            leaves = [q, k, v, bias, mask, slopes]
+            out = attend(q, k, v, mask, bias=bias, softcap=2.0, **options)
             gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
             return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
 
-        assert_close(penalty(backend), penalty("reference"))
-
-    def test_the_reference_has_both(self):
-        q, k, v = (t.detach() for t in inputs(n=2, m=3, batch=1))
-        more = {name: t.detach() for name, t in extras(n=2, m=3, batch=1).items()}
-        more["key_lengths"] = torch.tensor([2])
-
-        def call(q, k, v):
-            return sigmoid_attention(q, k, v, enable_gqa=True, backend="reference", **more)
-
-        leaves = tuple(t.requires_grad_() for t in (q, k, v))
-        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(call, leaves)
+        options = {"alibi_slopes": slopes, "key_lengths": lengths, "enable_gqa": True}
+        ours = penalty(sigmoid_attention, backend=backend, **options)
+        assert_close(ours, penalty(formula, slopes=slopes, lengths=lengths))
+        dropped = [penalty(sigmoid_attention, backend=b, dropout_p=0.2, **options) for b in (backend, "reference")]
+        assert_close(*dropped)
+        assert not torch.allclose(dropped[0][0], ours[0])
 
 
-@pytest.mark.parametrize("backend", SUPPORTING)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_checkpoint(backend, use_reentrant, dropout_p):
+def test_checkpoint(use_reentrant):
     """Recomputation in the backward pass drops the same weights and gives the same numbers."""
-    q, k, v = inputs(dtype=wide(backend))
+    q, k, v = inputs()
 
     def call(q, k, v):
-        return sigmoid_attention(q, k, v, dropout_p=dropout_p, enable_gqa=True, backend=backend)
+        return sigmoid_attention(q, k, v, dropout_p=0.4, enable_gqa=True)
 
     def outcome(function):
         torch.manual_seed(3)
@@ -350,16 +322,15 @@ def test_checkpoint(backend, use_reentrant, dropout_p):
     )
 
 
-@pytest.mark.parametrize("backend", COMPLETE)
+@pytest.mark.parametrize("backend", [None, "reference"])
 def test_autocast(backend):
     q, k, v = inputs(dtype=torch.float32)
     cast = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
         out = sigmoid_attention(q, k, v, enable_gqa=True, backend=backend)
         mixed = sigmoid_attention(q, k.bfloat16(), v, enable_gqa=True, backend=backend)
-        if wide(backend) is torch.float64:
-            left_alone = sigmoid_attention(*(t.double() for t in (q, k, v)), enable_gqa=True, backend=backend)
-            assert left_alone.dtype is torch.float64
+        left_alone = sigmoid_attention(*(t.double() for t in (q, k, v)), enable_gqa=True, backend=backend)
+    assert left_alone.dtype is torch.float64
     gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     expected = sigmoid_attention(*cast, enable_gqa=True, backend=backend)
     assert out.dtype is torch.bfloat16

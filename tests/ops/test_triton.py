@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import math
 import sys
 import types
 
@@ -71,20 +70,16 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [(2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)])
-def test_output_strides_match_the_fakes(layout, size):
+def test_output_strides_match_the_fakes(layout):
     """A compiled graph asserts the strides of the fake implementations."""
-    x = LAYOUTS[layout](*size)
-    arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
-    (out, *nothing), (fake, *_) = DENSE._forward(*arguments, False), DENSE._fake_forward(*arguments, False)
-    assert (out.shape, out.stride()) == (fake.shape, fake.stride())
-    needs = [True, True, True, False, False, False]
-    for own, fake in zip(
-        DENSE._backward(out, out, *nothing, *arguments, needs),
-        DENSE._fake_backward(out, out, *nothing, *arguments, needs),
-        strict=True,
-    ):
-        assert (own.shape, own.stride()) == (fake.shape, fake.stride())
+    for size in ((2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)):
+        x = LAYOUTS[layout](*size)
+        arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
+        (out, *nothing), (fake, *_) = DENSE._forward(*arguments, False), DENSE._fake_forward(*arguments, False)
+        assert (out.shape, out.stride()) == (fake.shape, fake.stride())
+        backward = (out, out, *nothing, *arguments, [True, True, True, False, False, False])
+        for own, fake in zip(DENSE._backward(*backward), DENSE._fake_backward(*backward), strict=True):
+            assert (own.shape, own.stride()) == (fake.shape, fake.stride())
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
@@ -270,7 +265,7 @@ def test_integers_may_have_any_strides(name):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [(2**31 - 1, 0), (-1, 2**31 - 1), (2**31 - 1, 2**31 - 1), (sys.maxsize, 3)])
+@pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (sys.maxsize, 3)])
 def test_a_window_may_be_larger_than_any_length(window):
     q = torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True)
     sides = [-1 if side > 40 else side for side in window]
@@ -285,24 +280,6 @@ def test_a_window_may_be_larger_than_any_length(window):
         for w, backend in ((window, "triton"), (sides, "blocked"))
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": True}], ids=["causal", "mask"])
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_hidden_query_that_is_nan_does_not_reach_its_neighbours(options, monkeypatch):
-    """Two neighbours share a reciprocal; the gradient of a value sums over the queries that see it."""
-    in_force = tuning.kernel_config
-    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(sigmoid="paired"))
-    q, k, v, grad = (torch.randn(1, 1, 20, 16, device=DEVICE).bfloat16() for _ in range(4))
-    q[:, :, 8] = math.nan
-    seen = torch.ones(20, 20, dtype=torch.bool, device=DEVICE).tril()
-    if "attn_mask" in options:
-        seen[8] = False
-        options = {"attn_mask": seen}
-    v.requires_grad_()
-    found = torch.autograd.grad(sigmoid_attention(q, k, v, bias=-1.0, backend="triton", **options), v, grad)[0]
-    p = torch.where(seen, torch.sigmoid(q.double() @ k.double().mT / 4 - 1), 0.0)
-    torch.testing.assert_close(found.double(), p.mT @ grad.double(), rtol=0.05, atol=0.1, equal_nan=True)
 
 
 def test_hidden_tiles_are_not_visited(monkeypatch):

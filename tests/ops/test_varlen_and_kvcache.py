@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+from sigattn import sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_with_kvcache
 from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
@@ -14,41 +14,33 @@ def formula(q, k, v, bias, **options):
     return one_sequence(q, k, v, q.dtype, bias, **options)
 
 
-@pytest.mark.parametrize("options", ["plain", "all"])
-def test_packed_sequences(options):
-    q, k, v = torch.randn(9, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 6)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    bias, slopes = torch.randn(3, 4, 1, 1).double().requires_grad_(), torch.rand(4).double()
-    given = {"bias": bias, "alibi_slopes": slopes, "window": (3, 5), "is_causal": True} if options == "all" else {}
-    out = sigmoid_varlen_attention(*leaves, CU_Q, CU_K, 6, 6, enable_gqa=True, **given)
+def test_packed_sequences():
+    leaves = [torch.randn(n, h, e).double().requires_grad_() for n, h, e in ((9, 4, 8), (12, 2, 8), (12, 2, 6))]
+    leaves.append(torch.randn(3, 4, 1, 1).double().requires_grad_())
+    q, k, v, bias = leaves
+    slopes = torch.rand(4).double()
+    out = sigmoid_varlen_attention(
+        q, k, v, CU_Q, CU_K, 6, 6, enable_gqa=True, bias=bias, alibi_slopes=slopes, window=(3, 5), is_causal=True
+    )
     parts = []
     for s in range(3):
         rows, keys = slice(CU_Q[s], CU_Q[s + 1]), slice(CU_K[s], CU_K[s + 1])
-        own = {"bias": bias[s], "window": (3, 0), "slopes": slopes} if given else {"bias": None}
-        parts.append(formula(leaves[0][rows], leaves[1][keys], leaves[2][keys], **own))
+        parts.append(formula(q[rows], k[keys], v[keys], bias[s], window=(3, 0), slopes=slopes))
     expected = torch.cat(parts)
     torch.testing.assert_close(out, expected)
-    wanted = [*leaves, bias] if given else leaves
     grad = torch.randn_like(out)
-    for found, truth in zip(
-        torch.autograd.grad(out, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
-    ):
-        torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)))
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("queries", [1, 2])
-def test_a_cache(paged, queries):
+def test_a_paged_cache():
     keys, values = torch.randn(2, 12, 2, 8).double(), torch.randn(2, 12, 2, 6).double()
-    lengths, new = torch.tensor([5, 9]), 2
-    q = torch.randn(2, queries, 4, 8).double()
-    table = torch.tensor([[3, 0, 5], [1, 4, 2]]) if paged else None
-    caches = [torch.full((6, 4, 2, t.shape[3]) if paged else t.shape, torch.nan).double() for t in (keys, values)]
+    lengths, new, table = torch.tensor([5, 9]), 2, torch.tensor([[3, 0, 5], [1, 4, 2]])
+    q = torch.randn(2, 2, 4, 8).double()
+    caches = [torch.full((6, 4, 2, t.shape[3]), torch.nan).double() for t in (keys, values)]
     for cache, t in zip(caches, (keys, values), strict=True):
         for b, n in enumerate(lengths):
             for position in range(n):
-                cell = (table[b, position // 4], position % 4) if paged else (b, position)
-                cache[cell] = t[b, position]
+                cache[table[b, position // 4], position % 4] = t[b, position]
     added = [torch.stack([t[b, n : n + new] for b, n in enumerate(lengths)]) for t in (keys, values)]
     bias, slopes = torch.randn(4, 1, 1).double(), torch.rand(4).double()
     out = sigmoid_kvcache_attention(
@@ -76,50 +68,36 @@ def test_one_query_of_samples_of_one_length(layout, dtype):
 
 Q, K = torch.randn(9, 4, 8), torch.randn(12, 2, 8)
 NEW, CACHE = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
+
+
+def packed(*starts, q=Q, k=Q, **options):
+    return lambda: sigmoid_varlen_attention(q, k, k, *starts, **options)
+
+
+def cached(new=NEW, cache=CACHE, bias=-1.0, enable_gqa=True, **options):
+    return lambda: sigmoid_kvcache_attention(new, cache, cache, bias=bias, enable_gqa=enable_gqa, **options)
+
+
+NAME, REFUSED = "sigmoid_kvcache_attention", "backend 'triton' does not support this call"
 WRONG = {
-    "gqa": (lambda: sigmoid_varlen_attention(Q, K, K, CU_Q, CU_K, 6, 6), ValueError, "enable_gqa=True"),
-    "layout": (lambda: sigmoid_varlen_attention(Q[None], K, K, CU_Q, CU_K, 6, 6), ValueError, r"3 dimensions, \(total"),
-    "starts": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q + 1, 6, 6), ValueError, r"\(cu_seq_k\) must begin"),
-    "longest": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q, 5, 6), ValueError, r"\(max_q\) is 5, but"),
-    "float starts": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q / 1, CU_Q, 6, 6), TypeError, "cu_seq_q must be a"),
-    "mask": (
-        lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q, 6, 6, attn_mask=torch.ones(5, 6)),
-        ValueError,
-        r"\(B, Hq, max_q, max_k\) = \(3, 4, 6, 6\)",
-    ),
+    "gqa": (packed(CU_Q, CU_K, 6, 6, k=K), ValueError, "enable_gqa=True"),
+    "layout": (packed(CU_Q, CU_K, 6, 6, q=Q[None], k=K), ValueError, r"3 dimensions, \(total"),
+    "starts": (packed(CU_Q, CU_Q + 1, 6, 6), ValueError, r"\(cu_seq_k\) must begin"),
+    "longest": (packed(CU_Q, CU_Q, 5, 6), ValueError, r"\(max_q\) is 5, but"),
+    "float starts": (packed(CU_Q / 1, CU_Q, 6, 6), TypeError, "cu_seq_q must be a"),
+    "mask": (packed(CU_Q, CU_Q, 6, 6, attn_mask=torch.ones(5, 6)), ValueError, r"max_q, max_k\) = \(3, 4, 6, 6\)"),
     "backend": (
-        lambda: sigmoid_varlen_attention(*(Q.double(),) * 3, CU_Q, CU_Q, 6, 6, backend="triton"),
+        packed(CU_Q, CU_Q, 6, 6, q=Q.double(), k=Q.double(), backend="triton"),
         ValueError,
-        "sigmoid_varlen_attention: backend 'triton' does not support this call",
+        f"sigmoid_varlen_attention: {REFUSED}",
     ),
-    "cache backend": (
-        lambda: sigmoid_kvcache_attention(
-            *(t.double() for t in (NEW, CACHE, CACHE)), bias=-1.0, enable_gqa=True, backend="triton"
-        ),
-        ValueError,
-        "sigmoid_kvcache_attention: backend 'triton' does not support this call",
-    ),
-    "cache gqa": (lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0), ValueError, "enable_gqa=True"),
-    "cache bias": (
-        lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias="-log n", enable_gqa=True),
-        TypeError,
-        "sigmoid_kvcache_attention: bias, if not a tensor, must be a number",
-    ),
-    "cache lengths": (
-        lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0, cache_seqlens=17, enable_gqa=True),
-        ValueError,
-        "a cache of 16 keys for each sample cannot hold",
-    ),
-    "cache gradient": (
-        lambda: sigmoid_kvcache_attention(NEW.clone().requires_grad_(), CACHE, CACHE, bias=-1.0, enable_gqa=True),
-        RuntimeError,
-        "sigmoid_kvcache_attention has no gradient",
-    ),
-    "offset": (
-        lambda: sigmoid_attention(NEW, NEW, NEW, query_offset=0.5),
-        TypeError,
-        "query_offset must be an integer",
-    ),
+    "cache backend": (cached(NEW.double(), CACHE.double(), backend="triton"), ValueError, f"{NAME}: {REFUSED}"),
+    "cache gqa": (cached(enable_gqa=False), ValueError, "enable_gqa=True"),
+    "cache bias": (cached(bias="-log n"), TypeError, f"{NAME}: bias, if not a tensor, must be a number"),
+    "cache lengths": (cached(cache_seqlens=17), ValueError, "a cache of 16 keys for each sample cannot hold"),
+    "length": (cached(cache_seqlens=1 << 70), ValueError, "cache_seqlens, if not a tensor, must lie in"),
+    "cache causal": (cached(is_causal="no"), TypeError, "is_causal must be True or False, got 'no'"),
+    "cache gradient": (cached(NEW.clone().requires_grad_()), RuntimeError, f"{NAME} has no gradient"),
 }
 
 
@@ -171,20 +149,6 @@ def test_pages_and_sequences_named_by_integers_of_any_size(dtype):
     rows = torch.randn(10, 2, 4)
     packed = [sigmoid_varlen_attention(rows, rows, rows, t, t, 7, 7) for t in (starts, starts.to(dtype))]
     torch.testing.assert_close(*packed)
-
-
-@pytest.mark.parametrize("length", [1 << 40, 1 << 70])
-def test_a_length_beyond_every_cache(length):
-    with pytest.raises(ValueError, match=r"cache_seqlens, if not a tensor, must lie in"):
-        sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0, cache_seqlens=length, enable_gqa=True)
-
-
-def test_causality_of_one_query_is_a_bool():
-    q, cache = torch.randn(1, 1, 2, 4), torch.randn(1, 16, 2, 4)
-    with pytest.raises(TypeError, match="is_causal must be True or False, got 'no'"):
-        sigmoid_kvcache_attention(q, cache, cache, bias=-1.0, is_causal="no")
-    with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
-        flash_attn_with_kvcache(q, cache, cache, sigmoid_bias=-1.0, causal="no")
 
 
 @pytest.mark.parametrize("new", [False, True])
