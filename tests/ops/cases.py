@@ -225,11 +225,7 @@ PATHS = {
     "bfloat16 products": _NARROW,
     "bias as a column, saved weights": {**_NARROW, (tiles, "EXTENDED_FROM"): 0, (dense, "MOST_SAVED"): 10**6},
     "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9, (dense, "MOST_SAVED"): 0},
-    "small tiles, bfloat16 products, bias as a column": {
-        **_SMALL_TILES,
-        **_NARROW,
-        (tiles, "EXTENDED_FROM"): 0,
-    },
+    "small tiles, bfloat16 products, bias as a column": {**_SMALL_TILES, **_NARROW, (tiles, "EXTENDED_FROM"): 0},
 }
 
 
@@ -256,7 +252,8 @@ def nan_filled_memory(fill=True):
 @contextlib.contextmanager
 def path(name):
     """Make a backend take one code path."""
-    settings = {**PATHS, **KERNEL_PATHS}[name]
+    settings = {**PATHS.get(name, {}), **KERNEL_PATHS.get(name, {})}
+    assert name in PATHS or name in KERNEL_PATHS, name
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:
         for (module, key), value in settings.items():

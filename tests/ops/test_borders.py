@@ -6,36 +6,36 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import ON_CPU, path, ways
+from tests.ops.cases import ON_CPU, Case, path, ways
+from tests.ops.test_correctness import check
+from tests.ops.truth import formula
 
 
-def formula(q, k, v, b, left, right, offset=0):
-    """Return the output in float64; query i has position i + offset."""
-    q, k, v = (t.double() for t in (q, k, v))
-    i, j = torch.arange(q.shape[2])[:, None] + offset, torch.arange(k.shape[2])
-    visible = (left < 0) | (j >= i - left)
-    visible &= (right < 0) | (j <= i + right)
-    p = torch.sigmoid(q.shape[-1] ** -0.5 * q @ k.mT + b)
-    return torch.where(visible, p, 0.0) @ v
-
-
-@pytest.mark.parametrize("n", [514, 1026])
-@pytest.mark.parametrize("window", [(0, -1), (1, -1), (511, -1), (512, 0), (513, 1), (1, 1)])
-def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
-    """Just beyond one or two blocks of rows, where a single head is computed with no mask but the window."""
-    q, k, v = torch.randn(3, 1, 1, n, 8).unbind()
+@pytest.mark.parametrize("window", [(0, -1), (1, -1), (511, -1), (512, 0), (513, 1)])
+def test_borders_of_a_window_at_the_borders_of_blocks(window):
+    """Just beyond two blocks of rows, where a single head is computed with no mask but the window."""
+    q, k, v = torch.randn(3, 1, 1, 1026, 8).unbind()
     out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend="blocked")
-    torch.testing.assert_close(out.double(), formula(q, k, v, -1.0, *window), rtol=1e-4, atol=1e-4)
+    expected = formula(q, k, v, bias=-1.0, window=window)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-LARGEST = (2**31 - 1, sys.maxsize, 2**64)
+def test_borders_of_a_window_at_the_borders_of_the_tiles_of_kernels():
+    with path("small tiles"):
+        check(
+            Case((1, 1, 1, 49, 49, 8, 8), torch.float32, False, None, (1, 1), None, None, None, False, "contiguous", 3),
+            "triton",
+        )
 
 
-@pytest.mark.parametrize("window", [w for n in LARGEST for w in ((-1, n), (n, -1), (n, 1), (n, n))])
-def test_the_largest_side_of_a_window_hides_no_key(window):
+@pytest.mark.parametrize("largest", [2**31 - 1, sys.maxsize, 2**64])
+@pytest.mark.parametrize("sides", [(0, 1), (1, 0), (1, None), (1, 1)])  # which are largest; None for a side of 1
+def test_the_largest_side_of_a_window_hides_no_key(largest, sides):
     """Added to or subtracted from the position of a query it would overflow."""
+    window = tuple(1 if side is None else largest if side else -1 for side in sides)
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-    expected = formula(q, k, v, -1.0, -1, min(window[1], 10))
+    options = {"bias": -1.0, "window": (-1, min(window[1], 10))}
+    expected = formula(q, k, v, **options)
     for backend in (None, *ON_CPU):
         out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend=backend)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
@@ -43,9 +43,9 @@ def test_the_largest_side_of_a_window_hides_no_key(window):
     packed = (t[0].transpose(0, 1) for t in (q, k, v))
     out = sigmoid_varlen_attention(*packed, starts, starts, 5, 5, window=window, bias=-1.0)
     torch.testing.assert_close(out.transpose(0, 1)[None].double(), expected, rtol=1e-4, atol=1e-5)
-    weights = formula(q, k, torch.eye(5).expand(1, 2, 5, 5), -1.0, -1, min(window[1], 10))
     found = attention_statistics(q, k, v, window=window, bias=-1.0).row_mass_mean
-    torch.testing.assert_close(found.double(), weights.sum(-1).mean(-1), rtol=1e-5, atol=0.0)
+    mass = formula(q, k, v, weights=True, **options).sum(-1).mean(-1)
+    torch.testing.assert_close(found.double(), mass, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("way", ways("blocked"))

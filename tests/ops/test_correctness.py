@@ -92,8 +92,7 @@ def test_sizes_that_cross_real_tiles(dtype, causal):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "causal", "window"),
-    [(torch.bfloat16, True, None), (torch.float16, False, (130, 40))],
+    ("dtype", "causal", "window"), [(torch.bfloat16, True, None), (torch.float16, False, (130, 40))]
 )
 def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
     if not torch.cuda.is_available():

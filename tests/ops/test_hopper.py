@@ -18,7 +18,7 @@ from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, tuning
 from sigattn.ops.triton.tuning import HopperConfig
-from tests.ops import gluon_simulator
+from tests.ops import gluon_simulator, truth
 from tests.ops.truth import assert_as_good_as_formula
 
 ORDERS = [(0, True), (1, False)]  # seed, and whether copies arrive as late as they may
@@ -62,10 +62,8 @@ def problem_of(n, keys, causal, dtype, d=64, heads=2, key_heads=1):
 
 
 def formula(p, dtype):
-    q, k, v = (t.to(dtype) for t in (p.query, p.key, p.value))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    weights = torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + p.bias.item())
-    return (weights.tril(p.query_offset) if p.right == 0 else weights) @ v
+    options = {"causal": p.right == 0, "bias": p.bias.item(), "offset": p.query_offset, "dtype": dtype}
+    return truth.formula(p.query, p.key, p.value, **options)
 
 
 def gradients(p, grad, dtype):
@@ -94,9 +92,9 @@ def calls(*configs):
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: config})
     p, _ = problem_of(*size, causal, dtype)
-    truth, rough = formula(p, torch.float64), formula(p, dtype)
+    exact, rough = formula(p, torch.float64), formula(p, dtype)
     for simulated.order in ORDERS:
-        assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0)
+        assert_as_good_as_formula(launch.forward(p), exact, rough, 1.0)
     assert set(simulated.started) == {"hopper_fwd_kernel"}
 
 
@@ -113,10 +111,10 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
     for kernel in (tuning.DKDV, tuning.DQ):
         monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: config})
     p, grad = problem_of(*size, causal, dtype)
-    truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
+    exact, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for simulated.order in ORDERS:
         found = launch.backward(p, grad, NeedsGrad(True, True, True))
-        for name, t, r in zip(("query", "key", "value"), truth, rough, strict=True):
+        for name, t, r in zip(("query", "key", "value"), exact, rough, strict=True):
             own = getattr(found, name)
             assert_as_good_as_formula(own, t, r, max(1.0, t.abs().max().item()), name)
             assert own.stride() == getattr(p, name).stride()  # as the fakes announce; these operands are dense
@@ -181,13 +179,13 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset([kernel]))
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
-        truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)
-        assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
+        exact, rough = formula(p, torch.float64), formula(p, p.query.dtype)
+        assert_as_good_as_formula(launch.forward(p), exact, rough, 1.0, what)
         return
     needs = NeedsGrad(kernel == tuning.DQ, kernel == tuning.DKDV, kernel == tuning.DKDV)
     found = launch.backward(p, grad, needs)
-    truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
-    for mine, t, r in zip(found[:3], truth, rough, strict=True):
+    exact, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
+    for mine, t, r in zip(found[:3], exact, rough, strict=True):
         if mine is not None:
             assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), what)
 
@@ -264,12 +262,12 @@ def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
     for kernel in kernels:
         monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, 3 if "queries" in mistake else 2)})
     p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
-    truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
+    exact = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
 
     def is_wrong(order):
         simulated.order = order
         found = [launch.forward(p)] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
-        return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
+        return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, exact, strict=True))
 
     if error is None:
         assert any(map(is_wrong, ORDERS)) == bool(line)

@@ -7,6 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sigattn import attention_statistics, convert, sigmoid_attention
 from tests.ops.cases import COMPILER_NOISE
+from tests.ops.truth import formula
 
 pytestmark = [
     pytest.mark.filterwarnings(w) for w in (*COMPILER_NOISE, "ignore:Lower right causal bias", "ignore:.*MaskedTensors")
@@ -23,8 +24,8 @@ def operands(n, m):
     return torch.randn(2, 3, n, 4), torch.randn(2, 3, m, 4), torch.randn(2, 3, m, 6)
 
 
-def formula(q, k, v, visible, b):
-    return (torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + b) * visible) @ v
+def expected_of(q, k, v, visible, bias):
+    return formula(q, k, v, visible, bias=bias, dtype=torch.float32)
 
 
 @CAUSAL
@@ -36,7 +37,7 @@ def test_a_causal_bias_is_its_triangle(kind, n, m):
     for window, visible in ((None, triangle(n, m)), ((2, -1), triangle(n, m) & left)):
         out = sigmoid_attention(q, k, v, make(n, m), bias=-1.0, window=window)
         assert type(out) is torch.Tensor
-        torch.testing.assert_close(out, formula(q, k, v, visible, -1.0))
+        torch.testing.assert_close(out, expected_of(q, k, v, visible, -1.0))
 
 
 @CAUSAL
@@ -47,7 +48,7 @@ def test_a_causal_bias_in_one_graph(kind):
     compiled = torch.compile(
         lambda q, k, v, mask: sigmoid_attention(q, k, v, mask, bias=-1.0), fullgraph=True, backend="aot_eager"
     )
-    torch.testing.assert_close(compiled(q, k, v, make(n, m)), formula(q, k, v, triangle(n, m), -1.0))
+    torch.testing.assert_close(compiled(q, k, v, make(n, m)), expected_of(q, k, v, triangle(n, m), -1.0))
 
 
 @CAUSAL
@@ -81,7 +82,7 @@ def test_a_causal_bias_in_a_replaced_layer(kind, n, m):
         results.append(model.attention(q, k, v))
     torch.testing.assert_close(*results)
     seen = int(triangle(n, m).any(0).sum())
-    torch.testing.assert_close(results[0], formula(q, k, v, triangle(n, m), -torch.tensor(float(seen)).log()))
+    torch.testing.assert_close(results[0], expected_of(q, k, v, triangle(n, m), -torch.tensor(float(seen)).log()))
 
 
 def test_a_causal_bias_of_other_lengths_is_refused():
