@@ -82,7 +82,7 @@ test-integrations-%: .venv-integrations-%/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src$$(test ! -d .venv/torchvision || echo :.venv/torchvision:tests/plugins) \
 	    .venv-integrations-$*/bin/python -m pytest --durations=5 $$(test ! -d .venv/torchvision || echo -p torchvision_operators) \
 	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
-	    weight_decay or olmo2 or qwen3) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" \
+	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" \
 	    tests/integrations/test_timm.py tests/integrations/test_transformers.py tests/integrations/test_transformers_conversion.py \
 	    tests/integrations/test_transformers_default_bias.py tests/integrations/test_transformers_model.py \
 	    tests/integrations/test_peft.py tests/ops/test_llvm.py

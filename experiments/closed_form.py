@@ -64,7 +64,7 @@ def measure_jacobian_norms(setting: Setting) -> Result:
     figure, axes = drawing.axes_grid(2, len(WEIGHTS), width=5.0)
     data, rows = [], []
     for i, (weights, std) in enumerate(WEIGHTS.items()):
-        found = norms_over_length(lengths, setting.scaled(2, 10, 10), std=std)
+        found = norms_over_length(lengths, setting.scaled(1, 10, 10), std=std)
         data += [{"weights": weights, **row} for row in found]
         plot_jacobian_norms(axes[2 * i : 2 * i + 2], found)
         axes[2 * i].set_ylabel(f"Jacobian norm, {weights.partition(',')[0]}")

@@ -153,8 +153,7 @@ def search(setting: Setting) -> Result:
     _check_scale(setting, "small-models")
     if setting.seeds < 2:
         raise ExperimentError("small-models chooses with some seeds and judges with the others: pass --seeds 7, not 1")
-    with_speech = setting.speech is not None or setting.scale == "smoke"
-    tasks = {name: task for name, task in TASKS.items() if name != "speech" or with_speech}
+    tasks = {name: task for name, task in TASKS.items() if name != "speech" or setting.speech is not None}
     candidates = dict(list(CANDIDATES.items())[: setting.scaled(2, None, None)])
     first = min(MOST_TO_CHOOSE, setting.seeds - 1)
     data = [row for name in tasks for row in _train_candidates(setting, name, candidates, range(first))]

@@ -56,8 +56,7 @@ def recipes_by_task(setting: Setting) -> dict[str, Recipe]:
             "train-losses at the paper's scale is every recipe in full: run sigattn train RECIPE and sigattn train "
             "RECIPE-softmax (sigattn recipes lists them) and compare their metrics.jsonl"
         )
-    with_speech = setting.speech is not None or setting.scale == "smoke"
-    return {task: base(setting) for task, base in TASKS.items() if task != "speech" or with_speech}
+    return {task: base(setting) for task, base in TASKS.items() if task != "speech" or setting.speech}
 
 
 def _vision(setting: Setting, name: str, steps: int) -> Recipe:

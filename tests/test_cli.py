@@ -73,20 +73,6 @@ def test_an_interrupted_demo_is_resumed_and_writes_a_report(tmp_path, capsys, mo
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "no such text file or folder"), ("", "is empty"), ("too short", "too short for a context of 32")],
-)
-def test_unusable_text(tmp_path, capsys, text, message):
-    path = tmp_path / "text.txt"
-    if text is not None:
-        path.write_text(text)
-    code, said = failure(["demo", "--text", str(path), "--run-folder", str(tmp_path / "run"), *SMALL], capsys)
-    assert code == 1
-    assert message in said
-    assert not (tmp_path / "run").exists()
-
-
 def test_info(capsys):
     cli.main(["info"])
     said = capsys.readouterr().out

@@ -103,7 +103,7 @@ class TestTrain:
         assert code == 2
         assert "ends in .bin" in message
 
-    def test_no_special_tokens_are_added_to_a_prompt(self, tmp_path, monkeypatch):
+    def test_options_reach_the_generation_and_no_special_tokens_are_added_to_a_prompt(self, tmp_path, monkeypatch):
         """Such as the end of text that T5's tokenizer adds, after which nothing is to be continued."""
         evaluate = importlib.import_module("sigattn.cli.evaluate")
         tokenizers = pytest.importorskip("tokenizers")
@@ -111,10 +111,13 @@ class TestTrain:
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
         model, calls = types.SimpleNamespace(), []
-        model.generate = lambda rows, *_, stop_tokens, **__: calls.append((rows[0].tolist(), stop_tokens)) or rows
+        model.generate = lambda rows, count, **options: calls.append((rows[0].tolist(), count, options)) or rows
         monkeypatch.setattr(evaluate, "load_language_model", lambda _: (model, tokenizer, None))
-        evaluate.generate(tmp_path, prompt="the cat", stop="cat")
-        assert calls == [([2, 1], [1])]
+        options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+        evaluate.generate(tmp_path, prompt="the cat", stop="cat", max_new_tokens=7, seed=5, **options)
+        ((prompt, count, found),) = calls
+        assert found.pop("generator").initial_seed() == 5
+        assert (prompt, count, found) == ([2, 1], 7, {**options, "stop_tokens": [1]})
 
     def test_the_documented_route_from_a_corpus_to_text(self, tmp_path, capsys, monkeypatch):
         """tokenizer, pack, train, and then everything that needs the tokenizer, after all three files are gone."""
@@ -192,9 +195,12 @@ class TestTrain:
         assert "vit-supervised" in capsys.readouterr().out
 
 
-def test_recipes_are_listed_and_printed(capsys):
-    out = said(capsys, "recipes")
-    for name in RECIPES:
+def test_recipes_are_listed_and_printed(capsys, monkeypatch):
+    names = ("vit-mae", "lm-1b-2k")  # each is built to count its parameters
+    with monkeypatch.context() as patch:
+        patch.setattr("sigattn.cli.recipes.RECIPES", {name: RECIPES[name] for name in names})
+        out = said(capsys, "recipes")
+    for name in names:
         assert name in out
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -32,25 +32,35 @@ for name in {FORBIDDEN!r}:
     del sys.modules[name]
 import sigattn.cli
 print([m for m in {SLOW!r} if m in sys.modules])
-for package in ("tyro", "matplotlib"):
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "tyro":
+            raise KeyboardInterrupt
+
+def import_again(package, prepare):
     for name in [m for m in sys.modules if m.startswith("sigattn.cli") or m.partition(".")[0] == package]:
         del sys.modules[name]
-    sys.modules[package] = None
+    prepare()
     try:
         import sigattn.cli
     except SystemExit as stop:
         print(stop)
+
+for package in ("tyro", "matplotlib"):
+    import_again(package, lambda: sys.modules.update({{package: None}}))
     del sys.modules[package]
+import_again("tyro", lambda: sys.meta_path.insert(0, Interrupted()))
 """
 
 
 def test_imports():
-    """Without the other packages, then the command line with them, then without one that it needs."""
+    """Without the other packages; then the command line with them, without one that it needs, and with Ctrl-C."""
     code = TORCH_ALONE + (COMMAND_LINE if importlib.util.find_spec("tyro") else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     missing = "sigattn: the command line needs {}: pip install 'sigattn[train]'"
-    assert done.stdout.splitlines() in ([], ["[]", missing.format("tyro"), missing.format("matplotlib")])
+    assert done.stdout.splitlines() in ([], ["[]", missing.format("tyro"), missing.format("matplotlib"), "130"])
 
 
 def test_no_file_imports_itself_through_others():

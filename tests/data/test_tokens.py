@@ -73,15 +73,8 @@ def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256: set model.vocab_size to"):
         load_packed(tmp_path / "new" / "corpus.bin", 256, seq_len=8)
-    with (tmp_path / "new" / "corpus.bin").open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(DataError, match="should hold"):
-        load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8)
     with pytest.raises(DataError, match="was not written by sigattn pack"):
         load_packed(tmp_path / "tokenizer.json", 300, seq_len=8)
-    (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
-    with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
-        list(iter_documents(corpus))
 
 
 def test_invalid_utf_8(tmp_path):
@@ -142,9 +135,6 @@ def test_parquet(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
     assert list(iter_documents(tmp_path)) == ["one", "two"]
-    parquet.write_table(arrow.table({"words": ["one"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match='no column "text", but words'):
-        list(iter_documents(tmp_path))
 
 
 def test_vocabulary_or_text_that_does_not_fit(corpus, tmp_path):
@@ -155,12 +145,3 @@ def test_vocabulary_or_text_that_does_not_fit(corpus, tmp_path):
         tokenize_corpus(corpus, tokenizer, 300, seq_len=80)
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path / "missing.json")
-    with pytest.raises(DataError, match="no such text"):
-        list(iter_documents(tmp_path / "nowhere"))
-    (corpus / "c.jsonl").write_text('{"words": 1}\n')
-    with pytest.raises(DataError, match=r'c\.jsonl, line 1: expected JSON with a "text"'):
-        list(iter_documents(corpus))
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(DataError, match=r"looked for \.txt"):
-        list(iter_documents(empty))

@@ -100,7 +100,7 @@ def test_norms_are_the_paper_s_in_kind(capsys):
 
 
 class TestCompare:
-    @pytest.mark.usefixtures("in_this_process")
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
     def test_the_table(self, tmp_path, capsys):
         quick = ComparisonConfig(folder=tmp_path, seeds=1, steps=2, workers=1, only="SimCLR")
         table = compare.compare_activations(quick, print)

@@ -28,7 +28,7 @@ from experiments import (
     sweep,
 )
 from experiments.ablation import SPIKES, Ablation, Claim
-from experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Result, Setting, Stored
+from experiments.experiment import OPTIONS, Experiment, ExperimentError, Result, Setting, Stored
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
@@ -38,8 +38,9 @@ from sigattn.train import checkpoint
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
 
-# the code of speech-structure with other variants, which test_run_files.py trains
-SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
+# the code of speech-bias, vision-ablations and norm-structure with other variants, which test_run_files.py trains
+SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post", "layerscale-free", "relaxations"}
+SAME_CODE |= {"speech-structure", "norm-structure-4k", "lm-stability", "length-power"}
 
 
 # of seven models, "smoke" trains two
@@ -61,7 +62,7 @@ class _Recorded(Setting):
 
 
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "unchecked")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in SAME_CODE])
 def test_smoke_scale(name, tmp_path):
     """Findings, page, figure and data are written; a second run trains nothing."""
@@ -90,17 +91,6 @@ def test_smoke_scale(name, tmp_path):
     again = find_experiment(name).run(setting)
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert list(again.data) == list(result.data)
-
-
-def test_small_scale_takes_at_most_twelve_minutes():
-    for experiment in EXPERIMENTS.values():
-        assert set(experiment.minutes) == set(SCALES)
-        small = experiment.minutes["small"]
-        assert small is not None
-        # seven models, one of 2,400 steps; eight variants of three tasks; two or three variants of seven tasks; twelve
-        # models of 2,000 steps
-        longer = {"conversion": 40, "small-models": 40, "small-models-transfer": 45, "causal-bias": 250}
-        assert small <= longer.get(experiment.name, 12)
 
 
 def test_pages_name_the_text_that_was_loaded(tmp_path):
@@ -246,7 +236,7 @@ def test_a_tolerance_may_be_a_part_of_the_baseline():
     assert small.evidence.endswith(", tolerance 0.315")
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_diverged_run_counts_as_infinite_loss(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
@@ -268,7 +258,7 @@ def test_run_with_changed_settings_is_repeated(tmp_path, request):
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_models_over_training_are_those_that_were_validated(tmp_path):
     """A model that is loaded from a checkpoint has the held-out loss that training noted at its step."""
     setting = Setting("smoke", 1, tmp_path)
@@ -286,7 +276,7 @@ def test_models_over_training_are_those_that_were_validated(tmp_path):
         next(iter(sweep.train_variants(setting, {"a": recipe}).values()))[0].load_model(3)
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
     """The same settings on one text, on another, and on the first after it has changed."""
     recipe = lr_sensitivity.base(Setting("smoke", 1, tmp_path), 1)
@@ -355,7 +345,7 @@ def test_longer_training(tmp_path):
 class TestMoreSeeds:
     """Variants with more seeds than the others."""
 
-    @pytest.mark.usefixtures("in_this_process")
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
     def test_only_the_named_variants_have_them(self, tmp_path):
         """At every learning rate, and in the page and its command; runs of the smaller number are not repeated."""
         lines = []
@@ -397,6 +387,12 @@ class TestMoreSeeds:
         assert [sum(f"--training.seed {seed}" in line for line in lines) for seed in range(3)] == [5, 1, 1]
 
 
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory):
+    """Return a folder whose runs tests share: what one has trained, the next finds."""
+    return tmp_path_factory.mktemp("whole")
+
+
 class TestExtend:
     """Seeds added to a stored page."""
 
@@ -410,15 +406,15 @@ class TestExtend:
         page = pages.write_page(folder / name, experiment, setting, result, ABOUT)
         return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
 
-    @pytest.mark.usefixtures("in_this_process")
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
     @pytest.mark.parametrize("name", ["pair-repeat", "small-models-transfer", *WITH_CURVES])
-    def test_data_and_table_are_those_of_all_seeds_at_once(self, name, tmp_path):
+    def test_data_and_table_are_those_of_all_seeds_at_once(self, name, whole_folder, tmp_path):
         """Only the seeds that the page lacks are trained; curves stay those of the page."""
-        whole, page = self.run(name, tmp_path / "whole", 2)
-        self.run(name, tmp_path / "whole", 1)  # of the same runs
-        figure = (tmp_path / "whole" / name / "figure.svg").read_text()
+        whole, page = self.run(name, whole_folder, 2)
+        self.run(name, whole_folder, 1)  # of the same runs
+        figure = (whole_folder / name / "figure.svg").read_text()
         lines = []
-        stored = pages.read_stored(tmp_path / "whole", find_experiment(name), "smoke", 1)
+        stored = pages.read_stored(whole_folder, find_experiment(name), "smoke", 1)
         extended, longer = self.run(name, tmp_path / "extended", 2, stored, lines.append)
         assert extended == whole
         assert (longer.rows, longer.command, longer.extends) == (page.rows, page.command, [ABOUT])
@@ -446,13 +442,13 @@ class TestExtend:
         assert result.data == rows
         assert find_experiment("attention-evolution").count_seeds(rows) == {"softmax": 2, "sigmoid": 2}
 
-    @pytest.mark.usefixtures("in_this_process")
-    def test_variants_of_different_seeds(self, tmp_path):
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
+    def test_variants_of_different_seeds(self, whole_folder, tmp_path):
         """More seeds of one variant, twice; origins are listed."""
         more = {"more_seeds": {"softmax": 2}}
-        whole, _ = self.run("pair-repeat", tmp_path / "whole", 1, more_seeds={"softmax": 3})
-        self.run("pair-repeat", tmp_path / "whole", 1, **more)
-        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+        whole, _ = self.run("pair-repeat", whole_folder, 1, more_seeds={"softmax": 3})
+        self.run("pair-repeat", whole_folder, 1, **more)
+        stored = pages.read_stored(whole_folder, find_experiment("pair-repeat"), "smoke", 1)
         lines = []
         third, _ = self.run("pair-repeat", tmp_path / "new", 1, stored, lines.append, more_seeds={"softmax": 3})
         assert (third, lines) == (whole, ["1 of 1 runs: softmax, seed 2"])
@@ -464,11 +460,11 @@ class TestExtend:
         with pytest.raises(ExperimentError, match="have more seeds: name at least 'softmax' 3 with --more-seeds"):
             self.run("pair-repeat", tmp_path / "new", 1, stored, pytest.fail, **more)
 
-    @pytest.mark.usefixtures("in_this_process")
-    def test_a_variant_that_the_page_lacks_is_trained(self, tmp_path):
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
+    def test_a_variant_that_the_page_lacks_is_trained(self, whole_folder, tmp_path):
         """As after an experiment has gained one."""
-        whole, _ = self.run("pair-repeat", tmp_path / "whole", 2)
-        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+        whole, _ = self.run("pair-repeat", whole_folder, 2)
+        stored = pages.read_stored(whole_folder, find_experiment("pair-repeat"), "smoke", 1)
         older = replace(
             stored,
             rows=[row for row in stored.rows if row["model"] != "mlp"],
@@ -479,10 +475,10 @@ class TestExtend:
         assert extended == whole
         assert sorted(line.split(": ")[1] for line in lines) == ["mlp, seed 0", "mlp, seed 1"]
 
-    @pytest.mark.usefixtures("in_this_process")
-    def test_results_of_other_settings_are_refused_before_training(self, tmp_path):
-        self.run("pair-repeat", tmp_path / "whole", 1)
-        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+    @pytest.mark.usefixtures("in_this_process", "unchecked")
+    def test_results_of_other_settings_are_refused_before_training(self, whole_folder, tmp_path):
+        self.run("pair-repeat", whole_folder, 1)
+        stored = pages.read_stored(whole_folder, find_experiment("pair-repeat"), "smoke", 1)
         changed = replace(stored, identities={**stored.identities, "mlp": "another"})
         with pytest.raises(ExperimentError, match="of other settings or data than those of 'mlp' here: leave out"):
             self.run("pair-repeat", tmp_path / "new", 2, changed, pytest.fail)
@@ -547,7 +543,7 @@ def _count_calls(path):
     return {"calls": len(path.read_text())}
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_results_are_stored_by_their_settings(tmp_path):
     lines = []
 

@@ -12,8 +12,9 @@ from experiments.experiment import ExperimentError, Setting
 from experiments.registry import EXPERIMENTS
 from sigattn.models.language import LanguageModel
 from sigattn.models.speech import SpeechModel
+from sigattn.models.vision import ViT
 from sigattn.recipes.registry import find_recipe
-from sigattn.tasks.ctc import CTC
+from sigattn.tasks import CTC, Classification
 
 TRAIN = importlib.import_module("sigattn.cli.train")  # the package has a function of this name
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*Deprec")
@@ -82,6 +83,14 @@ def test_language_variants_train(variants):
         config = replace(config, embed_dim=16, num_heads=2, num_layers=1, max_seq_len=12)
         tokens, model = torch.randint(256, (2, 13)), LanguageModel(config)
         check_gradients(model, model.loss(tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("experiment", vision_ablations.EXPERIMENTS, ids=lambda e: e.name)
+def test_vision_variants_train(experiment):
+    for changes in experiment.run.variants.values():
+        config = find_recipe("vit-supervised-tiny").with_transformer(**changes, embed_dim=16, num_heads=2).model
+        model = ViT(config)
+        check_gradients(model, Classification().loss(model, (*config.example_inputs(), torch.tensor([0, 1]))))
 
 
 def check_gradients(model, loss):

@@ -17,16 +17,18 @@ from experiments import workers
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 CODE = """
-import os, sys, time
-from experiments.workers import worker_pool
+import os, signal, time
+from functools import partial
+from experiments.workers import run_in_workers
 
-def work(_):
-    os.write(1, f"{os.getpid()}\\n".encode())  # at once: two workers write to one pipe
+def work():
+    print(os.getpid(), flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":
-    with worker_pool(2) as processes:
-        list(processes.map(work, range(2)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
+    print("started", flush=True)
+    list(run_in_workers({i: work for i in range(4)}, 1))
 """
 
 
@@ -38,48 +40,26 @@ def alive(pid):
         return False
 
 
-def start(code, path):
-    path.write_text(code)
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    out, err = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen([sys.executable, str(path)], stdout=out, stderr=err, env=environment, text=True)
-
-
-def test_workers_end_when_the_parent_is_killed(tmp_path):
-    parent = start(CODE, tmp_path / "parent.py")
-    children = [int(parent.stdout.readline()) for _ in range(2)]
-    assert all(alive(pid) for pid in children)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.time() + 20
-    while any(alive(pid) for pid in children) and time.time() < deadline:
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in children)
-
-
-INTERRUPTED = """
-import signal, sys, time
-from functools import partial
-from experiments.workers import run_in_workers
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
-    print("started", flush=True)
-    list(run_in_workers({i: partial(time.sleep, 60) for i in range(4)}, 2))
-"""
-
-
-@pytest.mark.parametrize("wait", [0.5, 4.0])
-def test_one_interrupt_ends_the_workers(wait, tmp_path):
-    """While they start, and while they work; the pool would wait for the end of their jobs."""
-    parent = start(INTERRUPTED, tmp_path / "parent.py")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("working", [False, True])
+def test_workers_end_with_the_parent(number, working, tmp_path):
+    """While they start, and while they work; at SIGINT the pool would wait for the end of their jobs."""
+    (tmp_path / "parent.py").write_text(CODE)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}, text=True
+    )
     parent.stdout.readline()
-    time.sleep(wait)
-    parent.send_signal(signal.SIGINT)
+    worker = int(parent.stdout.readline()) if working else None
+    time.sleep(0 if working else 0.5)
+    parent.send_signal(number)
     assert parent.wait(timeout=20) != 0
     parent.stdout.close()
+    deadline = time.time() + 20
+    while working and alive(worker) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not (working and alive(worker))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads

@@ -47,8 +47,10 @@ def runs(model, inputs):
 def test_the_advice_of_a_refusal_works(architecture, works):
     """What the message says to call converts the model, or nothing can and it says so."""
     model = tiny_model(architecture)
+    before = model.config._attn_implementation
     with pytest.raises(ValueError, match=r"\. (Build|Its layers) ") as refusal:
         model.set_attn_implementation("sigmoid")
+    assert model.config._attn_implementation == before
     message = str(refusal.value)
     example = next(x for x in tiny.inputs(model) if runs(model, x))
     if works == "none":

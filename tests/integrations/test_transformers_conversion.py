@@ -30,9 +30,8 @@ ONLY_WHISPER = ("num_mel_bins", "max_source_positions", "max_target_positions")
 BART = {name: value for name, value in WHISPER.items() if name not in ONLY_WHISPER}
 BART |= {"max_position_embeddings": 64, "forced_eos_token_id": None}
 SIZES = {
-    "llama": TEXT,  # grouped heads
-    "gemma3_text": {**TEXT, "sliding_window": 6},  # windows
-    "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
+    "llama": TEXT,
+    "gemma3_text": {**TEXT, "sliding_window": 6},  # grouped heads, windows
     "whisper": WHISPER,  # cross-attention
 }
 DECODERS = ("llama", "gemma3_text")
@@ -97,7 +96,7 @@ def inputs_of(kind="llama"):
     return {"input_ids": ids, "attention_mask": mask.flip(1) if kind == "bert" else mask}
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", ["gemma3_text", "whisper"])
 def test_exact(kind):
     """Outputs and all gradients, with gradient checkpointing too."""
     ours, inputs = converted(kind), inputs_of(kind)
@@ -121,10 +120,9 @@ def test_exact(kind):
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_generation(kind):
+def test_generation():
     """Dynamic, static and no cache, and beams, padded on the left."""
-    ours, inputs = converted(kind), inputs_of(kind)
+    ours, inputs = converted("gemma3_text"), inputs_of("gemma3_text")
     theirs = reference(ours)
     common = {"max_new_tokens": 8, "do_sample": False}
     expected = theirs.generate(**inputs, **common, use_cache=False)
@@ -275,14 +273,6 @@ class TestSaved:
             after = [p for n, p in other.named_parameters() if "sigmoid_bias" in n]
             assert all(map(torch.equal, before, after))
 
-    def test_loaded_as_softmax_first(self, tmp_path):
-        model, inputs = converted(), inputs_of()
-        model.save_pretrained(tmp_path)
-        with pytest.warns(UserWarning, match=r'"sdpa" ignores sigmoid_bias = {learned biases of 2 layers} of Llama'):
-            other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-        other.set_attn_implementation("sigmoid")
-        assert torch.equal(other(**inputs).logits, model(**inputs).logits)
-
 
 def test_weight_decay(tmp_path):
     """Trainer leaves the biases out of weight decay by their names."""
@@ -305,13 +295,6 @@ class TestRefused:
     def test_a_bias_that_cannot_be_saved(self, model):
         with pytest.raises(ValueError, match="LearnableBias cannot be saved in a configuration"):
             convert(model, bias=LearnableBias(-3.0))
-        self.unchanged(model)
-
-    def test_layers_that_compute_softmax(self):
-        size = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
-        model = AutoModel.from_config(AutoConfig.for_model("siglip_vision_model", **size))
-        with pytest.raises(ValueError, match=r"silently use softmax: head.attention \(MultiheadAttention\)"):
-            with_biases(model, lambda: VisibleKeysLinearBias(4))
         self.unchanged(model)
 
     def test_layers_that_share_weights(self, model):
