@@ -1,30 +1,11 @@
 """The CPU benchmark: its implementations, the check of their results, its rows."""
 
 import json
-from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks import baselines, cpu, memory
+from benchmarks import cpu, memory
 from benchmarks.baselines import CPU_IMPLEMENTATIONS, NAIVE, OURS, SDPA
-from benchmarks.reference import WrongResultError
-
-
-def test_a_wrong_implementation_is_not_timed(monkeypatch):
-    def without_bias(q, k, v, o):
-        return baselines.naive_sigmoid(q, k, v, replace(o, bias=0.0))
-
-    def nan_in_one_gradient(q, k, v, o):
-        (k := k * 1).register_hook(lambda grad: grad * torch.nan)
-        return baselines.naive_sigmoid(q, k, v, o)
-
-    config = cpu.CpuBenchmark(num_heads=2, head_dim=8, threads=1, rounds=1, compiled=False)
-    for wrong in (without_bias, nan_in_one_gradient):
-        with monkeypatch.context() as patched:
-            patched.setitem(CPU_IMPLEMENTATIONS, OURS, baselines.Implementation(False, wrong, cpu=True))
-            with pytest.raises(WrongResultError, match=r"\(1, 2, 37, 8\)"):
-                cpu.measure(config, 37, "float32", False)
 
 
 def test_results_and_their_provenance(tmp_path):
@@ -62,22 +43,15 @@ def test_the_plain_formula_is_omitted_where_it_would_not_fit():
     assert NAIVE not in cpu.implementations(config, 16384)
 
 
-def extra_mib(name, length, heads, dtype):
-    return memory.measure_in_subprocess(name, length, heads, 64, dtype, True, 2)["extra_mib"]
-
-
-def test_memory_is_far_below_that_of_the_weights():
-    """One head, 8,192 tokens. Typical: 24 MiB, and 34 with the quadratic bias; the weights take 256."""
-    plain, quadratic = (extra_mib(name, 8192, 1, "float32") for name in (OURS, memory.QUADRATIC))
-    assert 0 < plain < 64
-    assert plain < quadratic < plain + 32
-
-
-def test_memory_in_bfloat16_is_not_hidden_by_a_conversion_of_the_inputs():
-    """At least one tile of weights, 4 MiB; inputs drawn in float32 first would leave 20 MiB free below the peak."""
-    assert 4 < extra_mib(OURS, 4096, 8, "bfloat16") < 64
-
-
-def test_the_memory_of_a_plain_formula_is_measured():
-    """The plain formula at n = 4096 holds several matrices of 64 MiB."""
-    assert extra_mib(NAIVE, 4096, 1, "float32") > 128
+@pytest.mark.parametrize(
+    ("name", "length", "heads", "dtype", "least", "most"),
+    [
+        (memory.QUADRATIC, 4096, 1, "float32", 0, 48),  # the weights take 64 MiB
+        # at least a tile of weights; inputs drawn in float32 first would leave 10 MiB free below the peak
+        (OURS, 2048, 8, "bfloat16", 4, 64),
+        (NAIVE, 4096, 1, "float32", 128, 1024),  # several matrices of 64 MiB
+    ],
+)
+def test_memory(name, length, heads, dtype, least, most):
+    extra_mib = memory.measure_in_subprocess(name, length, heads, 64, dtype, True, 2)["extra_mib"]
+    assert least < extra_mib < most

@@ -33,27 +33,25 @@ from sigattn.ops.triton import tuning
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
 
 
-def test_kernels(tmp_path):
-    config = kernels.KernelBenchmark(
-        lengths=(16, 32),
-        num_heads=2,
-        head_dims=(16,),
-        batch_size=1,
-        dtype="float32",
-        rounds=1,
-        round_seconds=0.0,
-        precompile=False,
-        results=tmp_path,
-    )
+TINY = {
+    "lengths": (16,), "num_heads": 1, "head_dims": (16,), "batch_size": 1, "dtype": "float32", "rounds": 1,
+    "round_seconds": 0.0, "precompile": False,
+}  # fmt: skip
+
+
+def test_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "capture_graph", lambda call: call)
+    config = kernels.KernelBenchmark(**TINY, results=tmp_path)
     report = kernels.benchmark_kernels(config)
     assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
     assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["implementation"] == OURS} == {
-        (n, causal, alibi, direction)
-        for n in (16, 32)
+        (16, causal, alibi, direction)
         for causal, alibi in itertools.product((False, True), (False, True))
         for direction in ("forward", "backward", "training")
     }
-    assert all(r["error"] < 1e-5 and r["gradient_error"] < 1e-5 for r in report["rows"])
+    for r in report["rows"]:
+        assert max(r["error"], r["gradient_error"]) < 1e-5
+        assert (r["graph_ms"] is None) == (r["pass"] == "backward")
     assert any("it needs a GPU" in reason for reason in report["absent"].values())
     assert {r["over"] for r in report["average_speed_up"]} == {SDPA}
     assert "interpreted" in report["device"]
@@ -70,9 +68,8 @@ def test_kernels_stop_in_time(tmp_path):
 
 def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path):
     config = kernels.KernelBenchmark(
-        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
-        alibi=False, profile=False, baselines=(NAIVE, SDPA), results=tmp_path,
-    )  # fmt: skip
+        **{**TINY, "precompile": True}, alibi=False, profile=False, baselines=(NAIVE, SDPA), results=tmp_path
+    )
 
     def failures(function, groups, **_):
         assert function == "benchmarks.kernels:try_once"
@@ -83,17 +80,6 @@ def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch
     report = kernels.benchmark_kernels(config)
     assert {r["implementation"] for r in report["rows"]} == {OURS, NAIVE}
     assert set(report["absent"].values()) == {"no end after 30 s"}
-
-
-def test_lengths_alternate():
-    """A run that is interrupted after a few settings has measured every length and every kind of problem."""
-    config = kernels.KernelBenchmark()
-    found = [s for s in kernels.settings(config) if not s.alibi]
-    assert len(set(found)) == len(found) == 11 * 4
-    for start in range(len(found) - 11):
-        assert {s.n for s in found[start : start + 11]} == set(config.lengths)
-        assert len({(s.head_dim, s.causal) for s in found[start : start + 4]}) == 4
-    assert len(set(kernels._interleave(range(4), range(6)))) == 24
 
 
 def test_an_eager_call_does_not_count_as_compiled(monkeypatch):
@@ -161,12 +147,10 @@ def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
 
 def test_hybridnorm(tmp_path):
     config = hybridnorm.HybridNormBenchmark(
-        lengths=(16, 32), num_heads=2, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
+        lengths=(16,), num_heads=1, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
     )
-    report = hybridnorm.benchmark_hybridnorm(config)
-    assert {(c["causal"], c["norm"]) for c in report["crossings"]} == {
-        (c, n) for c in (False, True) for n in ("affine", "no affine")
-    }
+    crossings = hybridnorm.benchmark_hybridnorm(config)["crossings"]
+    assert len({(c["causal"], c["norm"]) for c in crossings}) == 4
 
 
 def test_crossing_is_the_last_one():
@@ -211,26 +195,15 @@ def test_overhead(tmp_path):
         assert 0 < row["cached_microseconds"] < min(row["first_microseconds"], row["uncached_microseconds"])
 
 
-def test_times_of_graphs_are_used_where_both_have_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "capture_graph", lambda call: call)
-    config = kernels.KernelBenchmark(
-        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
-        alibi=False, precompile=False, results=tmp_path,
-    )  # fmt: skip
-    for row in kernels.benchmark_kernels(config)["rows"]:
-        assert (row["graph_ms"] is None) == (row["pass"] == "backward")
-    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": 2.0}) == 4.0
-    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": None}) == 3.0
-
-
 def test_tune(tmp_path, monkeypatch):
-    """The candidates for full attention are tried in subprocesses; those for causal attention are timed at once."""
+    """Some candidates are tried in a subprocess, the others timed at once."""
     find_failures = subprocesses.find_failures
 
-    def failures_without_mask(function, tasks, **options):
-        return {case: {} for case in tasks} if next(iter(tasks)).causal else find_failures(function, tasks, **options)
+    def failures_of_some(function, tasks, **options):
+        tried = {case: tasks[case] for case in tasks if case.kernel == tuning.FWD and not case.causal}
+        return {case: {} for case in tasks} | find_failures(function, tried, **options)
 
-    monkeypatch.setattr(subprocesses, "find_failures", failures_without_mask)
+    monkeypatch.setattr(subprocesses, "find_failures", failures_of_some)
     config = tune.TuneBenchmark(
         lengths=(32,), num_heads=1, head_dims=(16,), max_flops=1.0, max_candidates=1, rounds=1, round_seconds=0.0,
         results=tmp_path,

@@ -13,7 +13,7 @@ from sigattn.nn.attention import Attention
 KINDS = (steps.SOFTMAX, steps.SIGMOID, steps.QUADRATIC, steps.CONVERTED)
 
 
-@pytest.mark.parametrize("model", ["language", "vit", "speech"])
+@pytest.mark.parametrize("model", ["language", "speech"])
 def test_the_models_differ_in_the_attention_only(model, monkeypatch):
     """The same weights, softmax or sigmoid; the converted model has the bias of a conversion."""
     built = {}

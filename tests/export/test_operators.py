@@ -25,10 +25,7 @@ from tests.export.programs import (
 )
 from tests.ops.cases import COMPILER_NOISE
 
-pytestmark = [
-    pytest.mark.usefixtures("unchecked"),
-    *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE),
-]
+pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
 
 
 def test_self_attention():
@@ -38,13 +35,10 @@ def test_self_attention():
     assert_exported(
         lambda b, n, m: (heads_first(b, n),),
         ({0: B, 2: N},),
-        plain=call(),
         causal=call(is_causal=True),
-        window=call(window=(3, 1), softcap=3.0),
-        blocked=call(backend="blocked"),
+        window=call(window=(3, 1), softcap=3.0, normalize=True),
         reference=call(backend="reference", is_causal=True),
         three_dimensions=lambda x: sigmoid_attention(x[:, 0], x[:, 0], x[:, 0]),
-        five_dimensions=lambda x: sigmoid_attention(x[None], x[None], x[None]),
         statistics=lambda x: tuple(attention_statistics(x, x, x, is_causal=True)),
     )
 
@@ -56,7 +50,6 @@ def test_cross_attention():
     assert_exported(
         lambda b, n, m: (heads_first(b, n), heads_first(b, m, 2)),
         ({0: B, 2: N}, {0: B, 2: M}),
-        plain=call(),
         causal=call(is_causal=True),
         reference=call(backend="reference"),
         broadcast=lambda x, y: sigmoid_attention(x, y[:1, :1], y[:1, :1]),
@@ -72,7 +65,6 @@ def test_tensor_options_of_the_operator():
         inputs,
         ({0: B, 2: N}, BATCH, {0: B, 2: N, 3: N}, {0: N, 1: N}, {0: B, 2: N}, BATCH),
         key_lengths=lambda x, k, *_: sigmoid_attention(x, x, x, key_lengths=k),
-        key_lengths_of_reference=lambda x, k, *_: sigmoid_attention(x, x, x, key_lengths=k, backend="reference"),
         seen=lambda x, _, mask, *__: sigmoid_attention(x, x, x, mask),
         added=lambda x, _, __, mask, *___: sigmoid_attention(x, x, x, mask),
         bias=lambda x, _, __, ___, bias, ____: sigmoid_attention(x, x, x, bias=bias),
@@ -96,7 +88,6 @@ def test_packed_sequences():
         longest_in_the_graph=lambda q, c, *_: in_graph(q, c),
         bias=lambda q, c, bias, *_: sigmoid_varlen_attention(q, q, q, c, c, *longest, bias=bias),
         alibi=lambda q, c, _, slopes: sigmoid_varlen_attention(q, q, q, c, c, *longest, alibi_slopes=slopes),
-        flash=lambda q, c, *_: flash.flash_attn_varlen_func(q, q, q, c, c, *longest),
         qkvpacked=lambda q, c, *_: flash.flash_attn_varlen_qkvpacked_func(torch.stack([q] * 3, 1), c, 64),
     )
 
@@ -108,7 +99,6 @@ def test_flash_attention():
     assert_exported(
         inputs,
         (ROWS, KEYS, BATCH),
-        same=lambda q, *_: flash.flash_attn_func(q, q, q, causal=True),
         cross=lambda q, k, _: flash.flash_attn_func(q, k, k, causal=True),
         bias_of_samples=lambda q, k, bias: flash.flash_attn_func(q, k, k, sigmoid_bias=bias),
         qkvpacked=lambda q, *_: flash.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2)),
@@ -133,10 +123,8 @@ def test_caches():
         cache, table, seen = rows_first(b, n + m), torch.randn(99, D // 2), torch.rand(b, 1, n, n) > 0.3
         return rows_first(b, n), cache, lengths(b, m) - 1, table, seen
 
-    def operator(**options):
-        return lambda q, cache, held, *_: sigmoid_kvcache_attention(
-            q, cache, cache, bias=-3.0, cache_seqlens=held + q.shape[1], **options
-        )
+    def operator(q, cache, held, **options):
+        return sigmoid_kvcache_attention(q, cache, cache, bias=-3.0, cache_seqlens=held + q.shape[1], **options)
 
     def append(q, cache, held, *_):
         key_cache, value_cache = cache.clone(), cache.clone()
@@ -148,27 +136,24 @@ def test_caches():
         options = {"cache_seqlens": held, "causal": True, "sigmoid_bias": -3.0}
         return flash.flash_attn_with_kvcache(q, key_cache, value_cache, q, q, **tables, **options), key_cache
 
-    def flash_call(**options):
-        return lambda q, cache, held, *_: flash.flash_attn_with_kvcache(
-            q, cache, cache, cache_seqlens=held + q.shape[1], causal=True, sigmoid_bias=-3.0, **options
-        )
+    def indexed(q, cache, held, *_):
+        options = {"cache_seqlens": held + q.shape[1], "cache_batch_idx": held * 0, "causal": True}
+        return flash.flash_attn_with_kvcache(q, cache, cache, sigmoid_bias=-3.0, **options)
 
     assert_exported(
         inputs,
         (ROWS, {0: B, 1: Dim("c")}, BATCH, {0: Dim("r")}, {0: B, 2: N, 3: N}),
-        lengths=operator(is_causal=True),
-        full=lambda q, cache, *_: sigmoid_kvcache_attention(q, cache, cache, bias=-3.0, is_causal=True),
+        lengths=lambda q, cache, held, *_: operator(q, cache, held, is_causal=True),
         number=lambda q, cache, *_: sigmoid_kvcache_attention(q, cache, cache, bias=-3.0, cache_seqlens=4),
         left_padding=lambda q, cache, held, *_: sigmoid_kvcache_attention(
             q, cache, cache, bias=-3.0, cache_seqlens=held + 1, left_padding=held
         ),
-        mask=lambda q, cache, held, _, seen: operator(attn_mask=seen)(q, cache, held),
+        mask=lambda q, cache, held, _, seen: operator(q, cache, held, attn_mask=seen),
         append=append,
-        flash=flash_call(),
         flash_number=lambda q, cache, *_: flash.flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=4, sigmoid_bias=-3.0
         ),
-        flash_index=lambda q, cache, held, *_: flash_call(cache_batch_idx=held * 0)(q, cache, held),
+        flash_index=indexed,
         rotated=rotated,
     )
 

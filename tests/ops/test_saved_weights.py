@@ -48,13 +48,15 @@ def test_batched_gradients(backend, options):
 
 
 @BOTH
-def test_a_backward_pass_inside_autocast_does_not_follow_it(backend):
-    leaves = operands()
-    out = sigmoid_attention(*leaves, backend=backend).sum()
-    expected = torch.autograd.grad(out, leaves, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = torch.autograd.grad(out, leaves)
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("n", [20, 200])
+def test_a_backward_pass_inside_autocast_does_not_follow_it(backend, n):
+    for options in ({}, {"alibi_slopes": SLOPES, "softcap": 3.0 if backend == "blocked" else 0.0}):
+        leaves = operands(n)
+        out = sigmoid_attention(*leaves, backend=backend, **options).sum()
+        expected = torch.autograd.grad(out, leaves, retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(out, leaves)
+        torch.testing.assert_close(found, expected)
 
 
 @BOTH
