@@ -1,4 +1,4 @@
-"""Peak memory of attention, forward and backward, beyond inputs and outputs; each case runs in its own subprocess."""
+"""Peak memory of attention, forward and both passes, beyond inputs and outputs; each case has its own subprocess."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ COLUMNS = {
     "dtype": ("dtype", ""),
     "mask": ("causal", ""),
     "": ("implementation", ""),
-    "MiB": ("extra_mib", ".1f"),
+    "forward MiB": ("forward_mib", ".1f"),
+    "both MiB": ("extra_mib", ".1f"),
 }
 QUADRATIC = "sigattn, quadratic bias"
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
@@ -53,8 +54,8 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
     """Measure an implementation in this process and print a row as JSON."""
     torch.set_num_threads(threads)
 
-    def extra_bytes(length: int) -> int:
-        """Run forward and backward; return the increase of the process's peak memory, less the outputs."""
+    def extra_mib(length: int) -> dict[str, float]:
+        """Return the increase of the process's peak memory by the forward pass and by both passes, less the outputs."""
         # in the dtype itself: memory of a conversion would be reused, and missing in the increase of the peak
         q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
@@ -62,12 +63,14 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
         out = (_with_quadratic_bias if name == QUADRATIC else CPU_IMPLEMENTATIONS[name].call)(
             q, k, v, Options(-math.log(length), causal)
         )
+        forward = _peak_bytes() - before - out.nbytes
         gradients = torch.autograd.grad(out, (q, k, v), grad_out)
-        return max(0, _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients)))
+        both = _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients))
+        return {"forward_mib": max(0, forward) / 2**20, "extra_mib": max(0, both) / 2**20}
 
-    extra_bytes(1024)  # threads, compiled kernels and what else the first call sets up
+    extra_mib(1024)  # threads, compiled kernels and what else the first call sets up
     row = {"implementation": name, "n": n, "heads": heads, "dtype": dtype, "causal": causal}
-    print(json.dumps(row | {"extra_mib": extra_bytes(n) / 2**20}))
+    print(json.dumps(row | extra_mib(n)))
 
 
 def _with_quadratic_bias(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:

@@ -104,18 +104,34 @@ def test_sizes_that_cross_the_tiles(causal, window, dtype, most_saved, monkeypat
         check(case, "llvm", repeats=1)
 
 
-@pytest.mark.parametrize(("threads", "dtype"), [(7, torch.float32), (2, torch.bfloat16)])
-def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, monkeypatch):
-    monkeypatch.setattr(plan, "_ONE_THREAD", 0)
+@pytest.mark.parametrize(
+    ("threads", "dtype", "most_saved"),
+    [(7, torch.float32, 0), (2, torch.bfloat16, 0), (2, torch.float32, 10**6), (7, torch.bfloat16, 10**6)],
+)
+def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, most_saved, monkeypatch):
+    """And queries, because memory for the gradients that each split of the keys has of its own is limited."""
+    for module, name, value in ((plan, "_ONE_THREAD", 0), (plan, "_SUMS", 0), (calls, "MAX_SAVED", most_saved)):
+        monkeypatch.setattr(module, name, value)
     plan.make_plan.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case = Case((1, 1, 1, 71, 203, 16, 16), dtype, True, None, None, (1, 1, 1, 1), None, "head", False,
+        case = Case((1, 2, 1, 203, 203, 16, 16), dtype, True, None, None, (1, 2, 203, 1), None, "sides", False,
                     "contiguous", 5)  # fmt: skip
         check(case, "llvm", repeats=1)
     finally:
         torch.set_num_threads(before)
+        plan.make_plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_a_long_sequence(dtype):
+    """Of one head, 16 MiB a tensor in float32: the keys are copied once forward, and bfloat16 is summed in float32."""
+    shape = (1, 1, 65_536, 64)
+    found = plan.make_plan(calls.kernels(dtype), 2, shape, shape, None, -1, -1, 0)
+    sums = found.splits * found.args.part_size * 64 * 4
+    assert found.forward.total <= 17 << 20
+    assert found.backward.total + sums <= (5 if dtype is torch.float32 else 40) << 20
 
 
 @pytest.mark.usefixtures("two_threads")

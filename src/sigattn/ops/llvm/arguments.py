@@ -6,6 +6,7 @@ from ctypes import Structure, c_float, c_int64, c_void_p
 
 ANYWHERE = 1 << 40  # a window side without a limit
 FORWARD_ROWS = 192  # queries of a task of the kernel "forward"
+BACKWARD_ROWS = 96  # queries of a block, whose weights and gradients stay in the cache for dV and dK
 
 
 class Strided(Structure):
@@ -32,6 +33,7 @@ class KernelArguments(Structure):
     _fields_ = [
         ("counter", c_int64),  # number of the next task
         ("tasks", c_int64),  # number of tasks
+        ("workers", c_int64),  # number of threads that have begun
         # sizes and options
         ("scale", c_float),  # factor of Q Kᵀ
         ("heads", c_int64),  # H
@@ -46,6 +48,8 @@ class KernelArguments(Structure):
         ("alibi", c_int64),  # 1 with slopes
         ("score_sums_size", c_int64),  # sums of dS for each query: 0, 1 (bias) or 3 (bias and both slopes)
         ("splits", c_int64),  # parts of a head's keys in the backward pass, a task for each
+        ("part_size", c_int64),  # largest number of queries in a run of the kernel "backward" …
+        ("first_query", c_int64),  # … and the first of them
         ("packs_keys", c_int64),  # 1 if the kernel "forward" packs the keys itself
         ("bias_value", c_float),  # the bias if it is a number; ``bias`` points here
         ("dropout", c_int64),  # 1 with dropout
@@ -67,22 +71,22 @@ class KernelArguments(Structure):
         ("grad_key", Strided),
         ("grad_value", Strided),
         ("grad_query", Strided),
-        ("grad_query_split_stride", c_int64),  # float32: from the gradient of one split's keys to that of the next
         ("slopes", c_void_p),  # float32, (B, H, 2)
         ("slopes_batch_stride", c_int64),
         ("lengths", c_void_p),  # int64, (B,); ``m`` if there are none
         ("lengths_batch_stride", c_int64),
-        # memory of a call
-        ("packed_keys", c_void_p),  # (B, Hkv, tiles of M, head_dim), each tile transposed
-        ("packed_values", c_void_p),  # (B, Hkv, tiles of M, value_dim), each tile transposed
-        ("key_pairs", c_void_p),  # (B, Hkv, M, head_dim)
-        ("value_pairs", c_void_p),  # (B, Hkv, M, value_dim)
-        ("query_pairs", c_void_p),  # (B, H, N, head_dim)
-        ("grad_out_pairs", c_void_p),  # (B, H, N, value_dim)
-        ("out_sums", c_void_p),  # float32, (B, H, N, value_dim): results in bfloat16 before they are rounded
-        ("grad_query_sums", c_void_p),  # float32, (splits, B, H, N, head_dim)
-        ("grad_key_sums", c_void_p),  # float32, (B, Hkv, M, head_dim)
-        ("grad_value_sums", c_void_p),  # float32, (B, Hkv, M, value_dim)
+        # memory of a call: that of W threads is used again for each task; "heads" is W if ``packs_keys``, else B · Hkv
+        ("packed_keys", c_void_p),  # forward: (heads, tiles of M, head_dim), backward: (W, tile, head_dim); transposed
+        ("packed_values", c_void_p),  # (W, tile, value_dim), transposed
+        ("key_pairs", c_void_p),  # (W, tile, head_dim)
+        ("value_pairs", c_void_p),  # (heads, tiles of M, value_dim)
+        ("query_pairs", c_void_p),  # (W, heads_per_kv, part_size, head_dim)
+        ("grad_out_pairs", c_void_p),  # (W, heads_per_kv, part_size, value_dim)
+        # results before they are rounded or added, float32; the last three are for splits > 1, else for splits = 1
+        ("out_sums", c_void_p),  # (W, FORWARD_ROWS, value_dim)
+        ("grad_query_sums", c_void_p),  # (splits, B, H, part_size, head_dim), else (W, heads_per_kv, part_size, …)
+        ("grad_key_sums", c_void_p),  # (B, Hkv, M, head_dim), else (W, tile, head_dim)
+        ("grad_value_sums", c_void_p),  # (B, Hkv, M, value_dim), else (W, tile, value_dim)
         ("score_sums", c_void_p),  # float32, (splits, B, H, N, 3)
         ("weight_sums", c_void_p),  # float32, (B, H, N, 2): sum of each row's weights, and an unused number
         ("row_hashes", c_void_p),  # of dropout, int32, (B, H, N)

@@ -198,7 +198,7 @@ class Builder:
 
     @contextlib.contextmanager
     def loop(
-        self, start: Value | int, stop: Value | int, step: int = 1, carried: list[Value] | None = None
+        self, start: Value | int, stop: Value | int, step: Value | int = 1, carried: list[Value] | None = None
     ) -> Iterator[Value]:
         """Emit a loop; yield its index.
 

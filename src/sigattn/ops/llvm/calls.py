@@ -79,12 +79,9 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Re
         call.args.saves, call.args.weights = 1, weights.data_ptr()
     if p.normalize:
         call.args.normalizes, call.args.weight_sums = 1, row_sums.data_ptr()
-    blocks = -(-n // FORWARD_ROWS)
-    if blocks == 1 and heads == kv_heads:
-        call.args.packs_keys = 1
-    else:
+    if not call.args.packs_keys:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
-    call.kernels.run("forward", batch * heads * blocks, call.args, call.plan.threads)
+    call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
     if target is not out:
         out.copy_(target[..., :dv])
     return result
@@ -106,7 +103,7 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
         if p.normalize:
             problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
         call = _Call(problem, kernels(p.query.dtype))
-        splits, threads = call.plan.splits, call.plan.threads
+        splits, part_size = call.plan.splits, call.args.part_size
         call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
         call.allocate(call.plan.backward)
         if score_sums is not None:
@@ -118,18 +115,16 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
             call.set("row_terms", row_terms, *row_terms.stride()[:3])
         names = ("grad_query", "grad_key", "grad_value")
         targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
-        if splits > 1:  # each has its own gradient of the queries
-            partial = p.query.new_empty((splits, *targets[0].shape), dtype=torch.float32)
-            if call.kernels.per_word == 1:
-                call.set("grad_query", partial, *partial.stride()[1:4])
-                call.args.grad_query_split_stride = partial.stride(0)
-            else:
-                call.set("grad_query_sums", partial)
-        if call.kernels.per_word == 2:
-            call.kernels.run("pair_queries", batch * heads, call.args, threads)
-        call.kernels.run("backward", batch * kv_heads * splits, call.args, threads)
-        if splits > 1:
-            targets[0].copy_(partial.sum(0))
+        sums = None
+        if splits > 1:  # each has its own gradient of a part of the queries
+            sums = p.query.new_empty((splits, batch, heads, part_size, call.args.head_dim), dtype=torch.float32)
+            call.set("grad_query_sums", sums)
+        for first in range(0, n, part_size):
+            call.args.first_query = first
+            call.kernels.run("backward", batch * kv_heads * splits, call.args, call.plan.threads)
+            if sums is not None:
+                part = targets[0][:, :, first : first + part_size]
+                part.copy_(sums[..., : part.shape[2], :].sum(0))
         for grad, target in zip(grads, targets, strict=True):
             if target is not grad:
                 grad.copy_(target[..., : grad.shape[-1]])
@@ -266,6 +261,7 @@ class Kernels:
     Attributes:
         per_word: elements of a tensor in a word of 32 bits.
         multiple: elements of a tensor in a vector.
+        rows: rows of a microtile.
         tile: columns of a tile.
     """
 
@@ -276,6 +272,7 @@ class Kernels:
         self._jit, self._addresses, registers = compile_kernels(per_word)
         self.per_word = per_word
         self.multiple: int = per_word * registers.lanes
+        self.rows: int = registers.rows
         self.tile: int = registers.tile
         # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
         self._on_threads: Any = ctypes.CDLL(None).GOMP_parallel
@@ -284,7 +281,7 @@ class Kernels:
 
     def run(self, name: str, tasks: int, args: KernelArguments, threads: int) -> None:
         """Run a kernel on at most as many threads as there are tasks."""
-        args.counter, args.tasks = 0, tasks
+        args.counter, args.workers, args.tasks = 0, 0, tasks
         self._on_threads(self._addresses[name], ctypes.addressof(args), min(threads, tasks), 0)
 
 

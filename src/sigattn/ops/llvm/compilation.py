@@ -21,7 +21,7 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
     assert processor is not None, "see unavailable"
     image = compile_object(processor, per_word)
     library = binding.JITLibraryBuilder().add_object_img(image)
-    for name in NAMES[per_word]:
+    for name in NAMES:
         library.export_symbol(name)
     try:
         jit = binding.create_lljit_compiler(processor.target_machine(), use_jit_link=True, suppress_errors=True)

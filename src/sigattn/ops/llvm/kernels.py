@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
-from sigattn.ops.llvm.arguments import FORWARD_ROWS
-from sigattn.ops.llvm.builder import INT8, INT16, INT32, INT64, Builder, Matrix, Pointer, Value
+from sigattn.ops.llvm.arguments import BACKWARD_ROWS, FORWARD_ROWS
+from sigattn.ops.llvm.builder import INT8, INT32, INT64, Builder, Matrix, Pointer, Value
 from sigattn.ops.llvm.copies import Copies
 from sigattn.ops.llvm.processor import Registers
 
-BACKWARD_ROWS = 96  # queries of a block, whose weights and gradients stay in the cache for dV and dK
-NAMES = {1: ("pack", "forward", "backward"), 2: ("pack", "forward", "pair_queries", "backward")}  # by elements per word
+NAMES = ("pack", "forward", "backward")
 
 
 def make_module(registers: Registers, per_word: int) -> ir.Module:
@@ -31,7 +30,6 @@ def make_module(registers: Registers, per_word: int) -> ir.Module:
     if per_word == 1:
         kernels.add_kernel("backward", kernels.backward, BACKWARD_ROWS * tile, BACKWARD_ROWS * tile)
     else:
-        kernels.add_kernel("pair_queries", kernels.pair_queries)
         block = BACKWARD_ROWS // 2 * tile
         kernels.add_kernel("backward", kernels.backward, block, block, rows * tile, rows * tile)
     return kernels.module
@@ -42,23 +40,16 @@ class _Kernels(Copies):
 
     def pack_keys(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
         """Pack the keys of a key head, and if they are bfloat16, its values in pairs. A task for each key head."""
-        kv_heads, tiles, size = args.heads // args.heads_per_kv, self.pad_to_tiles(args.m), self._words(args.head_dim)
-        sample, head = task // kv_heads, task % kv_heads
-        out = args.packed_keys + task * (tiles * size)
-        self.pack(b, args.key.head(sample, head), size, 0, tiles, args.m, out)
-        if self.per_word == 2:
-            pairs = self.paired(args.value_pairs, task, args.m, args.value_dim)
-            self.pair(b, args.value.head(sample, head), args.value_dim, 0, args.m, _length(args, sample), pairs)
+        self._pack_keys(b, args, task, task)
 
-    def pair_queries(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
-        """Copy the queries of a head and the gradients of its output in pairs. A task for each head."""
-        sample, head = task // args.heads, task % args.heads
-        for rows, memory, width in (
-            (args.query, args.query_pairs, args.head_dim),
-            (args.grad_out, args.grad_out_pairs, args.value_dim),
-        ):
-            pairs = self.paired(memory, task, args.n, width)
-            self.pair(b, rows.head(sample, head), width, 0, args.n, args.n, pairs)
+    def _pack_keys(self, b: Builder, args: SimpleNamespace, number: Value, slot: Value) -> None:
+        """Pack a key head in a slot of the memory; ``number`` is the index of the head in all samples."""
+        kv_heads, size = args.heads // args.heads_per_kv, self._words(args.head_dim)
+        sample, head, tiles = number // kv_heads, number % kv_heads, self.round_up(args.m, self.registers.tile)
+        self.pack(b, args.key.head(sample, head), size, tiles, args.m, args.packed_keys + slot * (tiles * size))
+        if self.per_word == 2:
+            pairs = self.paired(args.value_pairs, slot * tiles, args.value_dim)
+            self.pair(b, args.value.head(sample, head), args.value_dim, _length(args, sample), pairs)
 
     def forward(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
         """Compute the output of a block of queries of a head. A task for each block of each head."""
@@ -72,23 +63,25 @@ class _Kernels(Copies):
         kv_number = sample * (args.heads // args.heads_per_kv) + kv_head
         length, position = _length(args, sample), first + args.query_offset
 
-        out = self.sums(args.out, args.out_sums, sample, head, number, args.n, args.value_dim)[first:]
+        result = args.out.head(sample, head, self.element)[first:]
+        out = self.sums(result, args.out_sums, args.worker * FORWARD_ROWS, args.value_dim)
         query, bias = args.query.head(sample, head)[first:], args.bias.head(sample, head)[first:]
         mask = args.mask.head(sample, head, INT8)[first:]
         slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head) + first
-        keys = args.packed_keys + kv_number * (self.pad_to_tiles(args.m) * size)
-        value = args.value.head(sample, kv_head)
-        value_pairs = self.paired(args.value_pairs, kv_number, args.m, args.value_dim)
+        packs_keys, tiles = args.packs_keys == 1, self.round_up(args.m, self.registers.tile)
+        slot = b.select(packs_keys, args.worker, kv_number)
+        keys, value = args.packed_keys + slot * (tiles * size), args.value.head(sample, kv_head)
+        value_pairs = self.paired(args.value_pairs, slot * tiles, args.value_dim)
         logits = Matrix(scratch[0], pair_of_tiles)  # of a microtile's rows and two tiles of keys
         saves, saved = args.saves == 1, self._saved_weights(args, number)[first:]
         weights = Matrix(b.select_pointer(saves, saved.data, logits.data), b.select(saves, saved.stride, pair_of_tiles))
 
-        with b.when(args.packs_keys > 0):
-            self.pack_keys(b, args, kv_number, [])
-        self.clear_rows(b, out, 0, count, args.value_dim)
+        with b.when(packs_keys):
+            self._pack_keys(b, args, kv_number, slot)
+        self.clear_rows(b, out, count, args.value_dim)
         weight_sums = Matrix(scratch[1], b.lanes)  # a vector for each row, whose numbers add to the sum
         with b.when(args.normalizes == 1):
-            self.clear_rows(b, weight_sums, 0, count, b.lanes)
+            self.clear_rows(b, weight_sums, count, b.lanes)
         start = b.round_down(b.maximum(position - args.left, 0), pair_of_tiles)
         stop = b.minimum(length, position + count + args.right)
         with b.loop(start, stop, pair_of_tiles) as column:
@@ -111,127 +104,135 @@ class _Kernels(Copies):
                         if self.per_word == 2:
                             self.pair_columns(b, rows, scores, target)
                     # O += P V
-                    factor, words = self.right_factor(value, value_pairs, column, end - column)
+                    factor = self.right_factor(value[column:], value_pairs[column // 2 :], end - column)
                     left = Matrix(microtile, weights.stride)
-                    self.add_product(b, rows, left, 1, factor, words, out[row:], args.value_dim)
+                    self.add_product(b, rows, left, 1, *factor, out[row:], args.value_dim)
         with b.when(args.normalizes == 1):
             sums_of_head = Matrix(args.weight_sums + (number * args.n + first) * 2, 2)
             self.divide_rows(b, out, count, args.value_dim, weight_sums, sums_of_head)
         if self.per_word == 2:
-            self.round_rows(b, out, count, args.value_dim, args.out.head(sample, head, INT16)[first:])
+            self.round_rows(b, out, count, args.value_dim, result)
 
     def backward(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
-        """Compute the gradients of a split of a head's keys and values, and its share of the queries' gradients.
+        """Add to the gradients of a split of a head's keys and values what some of its queries contribute.
 
-        A task for each split of each key head.
+        The gradient of these queries is complete if there is one split, else to be added. A task for each split of each
+        key head: of n splits, each has one tile in n.
         """
         tile, size, width = self.registers.tile, self._words(args.head_dim), self._words(args.value_dim)
-        kv_heads = args.heads // args.heads_per_kv
-        kv_number, split = task // args.splits, task % args.splits
+        group, kv_heads = args.heads_per_kv, args.heads // args.heads_per_kv
+        kv_number, split, is_only = task // args.splits, task % args.splits, args.splits == 1
         sample, kv_head = kv_number // kv_heads, kv_number % kv_heads
-        length, tiles = _length(args, sample), self.pad_to_tiles(args.m)
-        step = self.pad_to_tiles((args.m + (args.splits - 1)) // args.splits)
-        first = b.minimum(split * step, args.m)
-        last = b.minimum(first + step, args.m)
+        length, first = _length(args, sample), args.first_query
+        num_rows = b.minimum(args.n - first, args.part_size)
+        split_number = split * (args.tasks // args.splits) + kv_number
+        slot = b.select(is_only, args.worker, split_number)  # of dQ
+
+        def of_query_head(index: Value) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+            """Return dQ, where it is summed, and pairs of Q and dO, of a query head among those that share the keys."""
+            result = args.grad_query.head(sample, kv_head * group + index, self.element)[first:]
+            sums = Matrix(args.grad_query_sums + (slot * group + index) * args.part_size * args.head_dim, args.head_dim)
+            if self.per_word == 1:
+                data = b.select_pointer(is_only, result.data, sums.data)
+                sums = Matrix(data, b.select(is_only, result.stride, sums.stride))
+            row = (args.worker * group + index) * args.part_size
+            pairs = self.paired(args.query_pairs, row, args.head_dim)
+            return result, sums, pairs, self.paired(args.grad_out_pairs, row, args.value_dim)
 
         key, value = args.key.head(sample, kv_head), args.value.head(sample, kv_head)
-        grad_key = self.sums(args.grad_key, args.grad_key_sums, sample, kv_head, kv_number, args.m, args.head_dim)
-        grad_value = self.sums(
-            args.grad_value, args.grad_value_sums, sample, kv_head, kv_number, args.m, args.value_dim
-        )
-        keys = args.packed_keys + kv_number * (tiles * size)
-        values = args.packed_values + kv_number * (tiles * width)
-        key_pairs = self.paired(args.key_pairs, kv_number, args.m, args.head_dim)
-        with b.when(args.saves == 0):
-            self.pack(b, key, size, first, last, args.m, keys)
-        self.pack(b, value, width, first, last, args.m, values)
-        if self.per_word == 2:
-            self.pair(b, key, args.head_dim, first, last, length, key_pairs)
-        self.clear_rows(b, grad_key, first, last, args.head_dim)
-        self.clear_rows(b, grad_value, first, last, args.value_dim)
-
-        samples = args.tasks // args.splits // kv_heads
-        with b.loop(0, args.heads_per_kv) as group_index:
-            head = kv_head * args.heads_per_kv + group_index
-            number = sample * args.heads + head
-            split_number = split * (samples * args.heads) + number
-            query, grad_out = args.query.head(sample, head), args.grad_out.head(sample, head)
-            bias, mask = args.bias.head(sample, head), args.mask.head(sample, head, INT8)
-            row_terms = args.row_terms.head(sample, head)
-            slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head)
-            query_pairs = self.paired(args.query_pairs, number, args.n, args.head_dim)
-            grad_out_pairs = self.paired(args.grad_out_pairs, number, args.n, args.value_dim)
-            saved, score_sums = self._saved_weights(args, number), args.score_sums + split_number * (args.n * 3)
-            grad_query = self.sums(
-                args.grad_query, args.grad_query_sums, sample, head, split_number, args.n, args.head_dim
-            )
-            if self.per_word == 1:
-                grad_query = Matrix(grad_query.data + split * args.grad_query_split_stride, grad_query.stride)
-            self.clear_rows(b, grad_query, 0, args.n, args.head_dim)
-            with b.loop(first, b.minimum(last, length), tile) as column:
-                count = b.minimum(length - column, tile)
-                key_factor, key_words = self.right_factor(key, key_pairs, column, count)
-                start = b.round_down(b.maximum(column - args.query_offset - args.right, 0), BACKWARD_ROWS)
-                stop = b.minimum(args.n, column + tile + args.left - args.query_offset)
-                with b.loop(start, stop, BACKWARD_ROWS) as block:
-                    block_size = b.minimum(args.n - block, BACKWARD_ROWS)
-                    for i, rows in b.groups(block_size, self.registers.rows):
-                        row = block + i
-                        position = row + args.query_offset
-                        distance = position - column
-                        # float32: in the memory of the block; bfloat16: in that of a microtile, rounded at the end
-                        weights, grads = (
-                            Matrix(memory + i * tile if self.per_word == 1 else memory, tile)
-                            for memory in (scratch if self.per_word == 1 else scratch[2:])
-                        )
-                        # P = σ(scale · Q Kᵀ + b)
-                        with b.when(args.saves == 0):
-                            self.product(b, rows, query[row:], keys + column * size, size, weights)
-                            corner = Matrix(mask[row] + column * args.mask_itemsize, mask.stride)
-                            self._weights(b, args, rows, bias[row:], slopes, distance, count, weights, corner)
-                        with b.when(args.saves == 1):
-                            is_saved = self._sees(args, position, rows, b.round_down(column, 2 * tile))
-                            with b.when(is_saved):
-                                self.load_weights(
-                                    b, rows, Matrix(saved[row] + self._words(column), saved.stride), weights.data
-                                )
-                            with b.when(~is_saved):
-                                self.clear(b, rows, weights.data)
-                        # dP = dO Vᵀ, dS = scale · P (1 - P) · (dP - row term)
-                        self.product(b, rows, grad_out[row:], values + column * width, width, grads)
-                        self._drop(b, args, rows, row_hashes + row, column, grads)
-                        for size_of_sums in (0, 1, 3):
-                            with b.when(args.score_sums_size == size_of_sums):
-                                self.grad_scores(
-                                    b, size_of_sums, rows, weights.data, args.scale, distance, row_terms[row:],
-                                    grads.data, score_sums + row * 3,
-                                )  # fmt: skip
-                        self._drop(b, args, rows, row_hashes + row, column, weights)  # for the gradient of the values
-                        if self.per_word == 2:
-                            for source, memory in ((weights, scratch[0]), (grads, scratch[1])):
-                                self.pair_rows(b, rows, source.data, memory + i // 2 * tile)
-                            self.pair_columns(b, rows, grads, grads)
-                        # dQ += dS K
-                        self.add_product(b, rows, grads, 1, key_factor, key_words, grad_query[row:], args.head_dim)
-                    # dV += Pᵀ dO, dK += dSᵀ Q
-                    query_factor = self.right_factor(query, query_pairs, block, block_size)
-                    grad_out_factor = self.right_factor(grad_out, grad_out_pairs, block, block_size)
-                    for i, rows in b.groups(count, self.registers.rows):
-                        for left, factor, result, columns in (
-                            (scratch[0], grad_out_factor, grad_value, args.value_dim),
-                            (scratch[1], query_factor, grad_key, args.head_dim),
-                        ):
-                            self.add_product(b, rows, Matrix(left + i, 1), tile, *factor, result[column + i :], columns)
+        keys, values = args.packed_keys + args.worker * (tile * size), args.packed_values + args.worker * (tile * width)
+        key_pairs = self.paired(args.key_pairs, args.worker * tile, args.head_dim)
+        with b.loop(0, group) as index:
+            _, grad_query, query_pairs, grad_out_pairs = of_query_head(index)
+            self.clear_rows(b, grad_query, num_rows, args.head_dim)
             if self.per_word == 2:
-                with b.when(args.splits == 1):
-                    out = args.grad_query.head(sample, head, INT16)
-                    self.round_rows(b, grad_query, args.n, args.head_dim, out)
+                head = kv_head * group + index
+                self.pair(b, args.query.head(sample, head)[first:], args.head_dim, num_rows, query_pairs)
+                self.pair(b, args.grad_out.head(sample, head)[first:], args.value_dim, num_rows, grad_out_pairs)
+        with b.loop(split * tile, args.m, args.splits * tile) as column:
+            existing, count = b.minimum(args.m - column, tile), b.minimum(length - column, tile)
+            key_result = args.grad_key.head(sample, kv_head, self.element)[column:]
+            value_result = args.grad_value.head(sample, kv_head, self.element)[column:]
+            row_of_sums = b.select(is_only, args.worker * tile, kv_number * args.m + column)
+            grad_key = self.sums(key_result, args.grad_key_sums, row_of_sums, args.head_dim)
+            grad_value = self.sums(value_result, args.grad_value_sums, row_of_sums, args.value_dim)
+            with b.when(first == 0):
+                self.clear_rows(b, grad_key, existing, args.head_dim)
+                self.clear_rows(b, grad_value, existing, args.value_dim)
+            with b.when(count > 0):
+                with b.when(args.saves == 0):
+                    self.pack(b, key[column:], size, tile, existing, keys)
+                self.pack(b, value[column:], width, tile, existing, values)
+                if self.per_word == 2:
+                    self.pair(b, key[column:], args.head_dim, count, key_pairs)
+                key_factor = self.right_factor(key[column:], key_pairs, count)
+                with b.loop(0, group) as index:
+                    head, number = kv_head * group + index, kv_number * group + index
+                    query, grad_out = args.query.head(sample, head)[first:], args.grad_out.head(sample, head)[first:]
+                    bias, mask = args.bias.head(sample, head)[first:], args.mask.head(sample, head, INT8)[first:]
+                    row_terms = args.row_terms.head(sample, head)[first:]
+                    slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head) + first
+                    saved = self._saved_weights(args, number)[first:]
+                    score_sums = Matrix(args.score_sums, 3)[(split_number * group + index) * args.n + first :]
+                    _, grad_query, query_pairs, grad_out_pairs = of_query_head(index)
+                    offset = column - first - args.query_offset  # of the first key to the first query
+                    start = b.round_down(b.maximum(offset - args.right, 0), self.registers.rows)
+                    stop = b.minimum(num_rows, self.round_up(offset + tile + args.left, self.registers.rows))
+                    with b.loop(start, stop, BACKWARD_ROWS) as block:
+                        block_size = b.minimum(stop - block, BACKWARD_ROWS)
+                        for i, rows in b.groups(block_size, self.registers.rows):
+                            row = block + i
+                            distance = row - offset
+                            # float32: in the memory of the block; bfloat16: in that of a microtile, rounded at the end
+                            weights, grads = (
+                                Matrix(memory + i * tile if self.per_word == 1 else memory, tile)
+                                for memory in (scratch if self.per_word == 1 else scratch[2:])
+                            )
+                            # P = σ(scale · Q Kᵀ + b)
+                            with b.when(args.saves == 0):
+                                self.product(b, rows, query[row:], keys, size, weights)
+                                corner = Matrix(mask[row] + column * args.mask_itemsize, mask.stride)
+                                self._weights(b, args, rows, bias[row:], slopes, distance, count, weights, corner)
+                            with b.when(args.saves == 1):
+                                is_saved = self._sees(args, distance + column, rows, b.round_down(column, 2 * tile))
+                                with b.when(is_saved):
+                                    saved_rows = Matrix(saved[row] + self._words(column), saved.stride)
+                                    self.load_weights(b, rows, saved_rows, weights.data)
+                                with b.when(~is_saved):
+                                    self.clear(b, rows, weights.data)
+                            # dP = dO Vᵀ, dS = scale · P (1 - P) · (dP - row term)
+                            self.product(b, rows, grad_out[row:], values, width, grads)
+                            self._drop(b, args, rows, row_hashes + row, column, grads)
+                            for size_of_sums in (0, 1, 3):
+                                with b.when(args.score_sums_size == size_of_sums):
+                                    self.grad_scores(
+                                        b, size_of_sums, rows, weights.data, args.scale, distance, row_terms[row:],
+                                        grads.data, score_sums[row],
+                                    )  # fmt: skip
+                            self._drop(b, args, rows, row_hashes + row, column, weights)  # for the gradient of V
+                            if self.per_word == 2:
+                                for source, memory in ((weights, scratch[0]), (grads, scratch[1])):
+                                    self.pair_rows(b, rows, source.data, memory + i // 2 * tile)
+                                self.pair_columns(b, rows, grads, grads)
+                            # dQ += dS K
+                            self.add_product(b, rows, grads, 1, *key_factor, grad_query[row:], args.head_dim)
+                        # dV += Pᵀ dO, dK += dSᵀ Q
+                        grad_out_factor = self.right_factor(grad_out[block:], grad_out_pairs[block // 2 :], block_size)
+                        query_factor = self.right_factor(query[block:], query_pairs[block // 2 :], block_size)
+                        for i, rows in b.groups(count, self.registers.rows):
+                            for left, factor, grad, columns in (
+                                (scratch[0], grad_out_factor, grad_value, args.value_dim),
+                                (scratch[1], query_factor, grad_key, args.head_dim),
+                            ):
+                                self.add_product(b, rows, Matrix(left + i, 1), tile, *factor, grad[i:], columns)
+            if self.per_word == 2:
+                with b.when(first + num_rows == args.n):
+                    self.round_rows(b, grad_key, existing, args.head_dim, key_result)
+                    self.round_rows(b, grad_value, existing, args.value_dim, value_result)
         if self.per_word == 2:
-            for sums, result, columns in (
-                (grad_key, args.grad_key, args.head_dim), (grad_value, args.grad_value, args.value_dim),
-            ):  # fmt: skip
-                out = result.head(sample, kv_head, INT16)[first:]
-                self.round_rows(b, sums[first:], last - first, columns, out)
+            with b.when(is_only), b.loop(0, group) as index:
+                result, sums, *_ = of_query_head(index)
+                self.round_rows(b, sums, num_rows, args.head_dim, result)
 
     def _words(self, elements: Value) -> Value:
         """Return the number of words of 32 bits that some elements take."""
@@ -272,7 +273,7 @@ class _Kernels(Copies):
 
     def _saved_weights(self, args: SimpleNamespace, number: Value) -> Matrix:
         """Return the matrix of a head's saved weights, in words; ``number`` is the index of the head in all samples."""
-        stride = self._words(self.pad_to_tiles(args.m))
+        stride = self._words(self.round_up(args.m, self.registers.tile))
         return Matrix(args.weights + number * args.n * stride, stride)
 
 

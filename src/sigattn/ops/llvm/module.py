@@ -83,23 +83,30 @@ class Module:
         """Add a kernel, which takes tasks from a counter until none is left, so that any number of threads may run it.
 
         Args:
-            emit: emits a task; called with a builder, the arguments, the index of the task and the scratch memory.
+            emit: emits a task; called with a builder, the arguments and ``worker``, the index of the thread, the index
+                of the task, and the scratch memory.
             scratch: sizes of the scratch memory, in float32.
         """
         b, function = self.add_function(name, [POINTER])
         data = Pointer(b, function.args[0], INT64)
         args = _load(data, KernelArguments)
+        args.worker = self._take(b, data, "workers")
         memory = [b.scratch(size) for size in scratch]
         head, body, after = (b.ir.append_basic_block() for _ in range(3))
         b.ir.branch(head)
         b.ir.position_at_end(head)
-        task = Value(b, b.ir.atomic_rmw("add", data.raw, constant(1, INT64), "monotonic"))
+        task = self._take(b, data, "counter")
         b.ir.cbranch((task < args.tasks).raw, body, after)
         b.ir.position_at_end(body)
         emit(b, args, task, memory)
         b.ir.branch(head)
         b.ir.position_at_end(after)
         b.ir.ret_void()
+
+    def _take(self, b: Builder, args: Pointer, name: str) -> Value:
+        """Return the next number of a counter that all threads share."""
+        counter = args + getattr(KernelArguments, name).offset // 8
+        return Value(b, b.ir.atomic_rmw("add", counter.raw, constant(1, INT64), "monotonic"))
 
 
 def _load(data: Pointer, structure: Any) -> SimpleNamespace:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sigattn.ops.llvm.arguments import ANYWHERE, KernelArguments
+from sigattn.ops.llvm.arguments import ANYWHERE, BACKWARD_ROWS, FORWARD_ROWS, KernelArguments
 from sigattn.ops.problem import UNLIMITED, log_length_bias, scale_or_default
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ _LINE = 64  # bytes of a cache line, and of the widest vector
 _ONE_ALLOCATION = 4 << 20
 # multiplications of a product below which one thread is faster than waking another, which may wait for a core
 _ONE_THREAD = 1 << 18
+# bytes for the gradients that each split of the keys has of its own, of as many queries at a time as fit
+_SUMS = 4 << 20
 
 
 class Memory:
@@ -75,19 +77,27 @@ def make_plan(
     args.scale, args.bias_value = scale_or_default(scale, d), log_length_bias(m)
     args.head_dim, args.value_dim, args.query_offset = head_dim, value_dim, query_offset
     args.left, args.right = (ANYWHERE if side == UNLIMITED else side for side in (left, right))
+    # a task of "forward" has all queries of a key head, and packs the keys for itself
+    args.packs_keys = n <= FORWARD_ROWS and heads == kv_heads
+    args.part_size = round_up(n, kernels.rows)
+    if splits > 1:
+        fitting = _SUMS // (splits * batch * heads * head_dim * 4)
+        args.part_size = min(args.part_size, round_up(max(fitting, BACKWARD_ROWS), kernels.rows))
 
-    itemsize, tiles = 4 // per_word, batch * kv_heads * round_up(m, tile)
-    packed_keys, packed_values = tiles * head_dim * itemsize, tiles * value_dim * itemsize
-    forward, backward = {"packed_keys": packed_keys}, {"packed_keys": packed_keys, "packed_values": packed_values}
+    # rows of memory (``arguments``)
+    tiles, parts = threads * tile, threads * heads // kv_heads * args.part_size
+    packed = (min(threads, batch * kv_heads) if args.packs_keys else batch * kv_heads) * round_up(m, tile)
+    itemsize = 4 // per_word
+    forward = {"packed_keys": packed * head_dim * itemsize}
+    backward = {"packed_keys": tiles * head_dim * itemsize, "packed_values": tiles * value_dim * itemsize}
     if per_word == 2:
-        queries, pairs = batch * heads * n, batch * heads * round_up(n, 2)
-        keys, key_pairs = batch * kv_heads * m, batch * kv_heads * round_up(m, 2)
-        forward |= {"value_pairs": key_pairs * value_dim * 2, "out_sums": queries * value_dim * 4}
-        backward |= {"query_pairs": pairs * head_dim * 2, "grad_out_pairs": pairs * value_dim * 2}
-        backward |= {"key_pairs": key_pairs * head_dim * 2, "grad_key_sums": keys * head_dim * 4}
-        backward |= {"grad_value_sums": keys * value_dim * 4}
+        forward |= {"value_pairs": packed * value_dim * 2, "out_sums": threads * FORWARD_ROWS * value_dim * 4}
+        sums = tiles if splits == 1 else batch * kv_heads * m
+        backward |= {"grad_key_sums": sums * head_dim * 4, "grad_value_sums": sums * value_dim * 4}
+        backward |= {"key_pairs": tiles * head_dim * 2}
+        backward |= {"query_pairs": parts * head_dim * 2, "grad_out_pairs": parts * value_dim * 2}
         if splits == 1:
-            backward |= {"grad_query_sums": queries * head_dim * 4}
+            backward |= {"grad_query_sums": parts * head_dim * 4}
     return Plan(args, Memory(**forward), Memory(**backward), splits, threads)
 
 
