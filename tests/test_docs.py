@@ -19,22 +19,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("function", ["sigmoid_attention", "log_length_bias", "attention_statistics"])
+FUNCTIONS = [sigattn.sigmoid_attention, sigattn.log_length_bias, sigattn.attention_statistics, sigattn.convert]
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, sigattn.nn.recommend])
 def test_docstring_examples(function):
-    target = getattr(sigattn, function)
-    names = {"torch": torch, **vars(sigattn), **vars(problem), **vars(statistics)}
+    names = {"torch": torch, **vars(sigattn), **vars(sigattn.nn), **vars(problem), **vars(statistics)}
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    (test,) = finder.find(target, function, globs=names)
+    (test,) = finder.find(function, function.__name__, globs=names | {"nn": torch.nn, "convert": sigattn.convert})
     assert test.examples, f"{function} has no example"
-    assert runner.run(test).failed == 0
-
-
-@pytest.mark.parametrize("function", [sigattn.nn.recommend, sigattn.convert])
-def test_docstring_examples_of_layers(function):
-    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    names = {"nn": torch.nn, "convert": sigattn.convert, **vars(sigattn.nn)}
-    (test,) = finder.find(function, function.__name__, globs=names)
-    assert test.examples
     assert runner.run(test).failed == 0
 
 

@@ -55,6 +55,7 @@ class TestDigits:
         assert 0.05 < (a - b).abs().mean() < 0.6
         assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1] > 0.6
         assert plain.fingerprint != varied.fingerprint
+        assert not torch.equal(plain.batch(1, 64, 0)[0], a)  # other images, not another augmentation of the same
 
 
 @pytest.fixture

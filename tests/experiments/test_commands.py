@@ -130,13 +130,6 @@ class TestCommand:
         assert all(f"{name}: {e.title}\n    {e.source}\n" in said for name, e in EXPERIMENTS.items())
         assert "None" not in said
 
-    def test_one(self, capsys, tmp_path):
-        main(["flops", "--scale", "smoke", "--folder", str(tmp_path)])
-        said = capsys.readouterr().out
-        assert "agrees" in said
-        assert (tmp_path / "smoke" / "flops" / "page.md").exists()
-        assert (tmp_path / "smoke" / "README.md").exists()
-
     def test_all_skips_experiments_that_cannot_run(self, capsys, tmp_path, monkeypatch):
         command = importlib.import_module("experiments.__main__")
         monkeypatch.setattr(command, "EXPERIMENTS", {name: find_experiment(name) for name in ("speech-bias", "flops")})

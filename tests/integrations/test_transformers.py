@@ -355,26 +355,3 @@ def test_a_position_bias_and_a_mask(numbers):
     b = -visible.sum(-1, keepdim=True).clamp(min=1).log()
     expected = (torch.sigmoid(q @ k.mT + b + position) * visible) @ v
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
-
-
-def test_softcap():
-    """As Gemma 2 passes it."""
-    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, None, scaling=2.0, softcap=1.5)
-    expected = torch.sigmoid(1.5 * torch.tanh(2.0 * q @ k.mT / 1.5) - math.log(5)) @ v
-    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
-
-
-def test_indices_select_keys():
-    """As sparse attention passes them: -1 is empty, and a mask still hides."""
-    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
-    indices = torch.stack([torch.randperm(5)[:3] for _ in range(10)]).view(2, 5, 3)
-    indices[0, :, 2] = -1
-    selected = torch.zeros(2, 5, 5, dtype=torch.bool)
-    for at in ((b, n, j) for b in range(2) for n in range(5) for j in indices[b, n].tolist() if j >= 0):
-        selected[at] = True
-    out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, mask, scaling=1.0, indices=indices)
-    seen = mask & selected[:, None]
-    expected = (torch.sigmoid(q @ k.mT - seen.sum(-1, keepdim=True).clamp(min=1).log()) * seen) @ v
-    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)

@@ -121,20 +121,6 @@ class TestChoice:
         torch.testing.assert_close(self.drawn(top_p=0.7), expected, rtol=0, atol=0.015)
         torch.testing.assert_close(self.drawn(top_p=1.0), p, rtol=0, atol=0.015)
 
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"temperature": -1.0}, "temperature"),
-            ({"top_k": 0}, "top_k"),
-            ({"top_p": 0.0}, "top_p"),
-            ({"top_p": 1.5}, "top_p"),
-        ],
-        ids=str,
-    )
-    def test_out_of_range(self, settings, message):
-        with pytest.raises(ValueError, match=message):
-            model_of({}).generate([torch.tensor([1])], 1, **settings)
-
 
 def test_dropout_is_off_and_training_goes_on():
     model = model_of({}, dropout=0.5, feed_forward="gelu").train()

@@ -85,15 +85,6 @@ def test_too_many_tokens():
         LanguageModel(LanguageModelConfig(**SMALL))(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_recording_ends_with_its_context():
-    model = LanguageModel(LanguageModelConfig(**SMALL))
-    with recording(model) as layers:
-        model(torch.zeros(1, 4, dtype=torch.long))
-        assert len(layers) == 2
-        assert all(layer.output_frobenius_norm.min() > 0 for layer in layers)
-    assert not any(layer.record != "nothing" for layer in layers)
-
-
 @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
 def test_without_a_bias_the_attention_starts_orders_of_magnitude_larger():
     """Sect. 5: high initial attention norms are what b = -log n removes."""
