@@ -152,20 +152,6 @@ def _fast_interpreter():
         _speed_up(interpreter)
 
 
-@pytest.fixture
-def nan_filled_memory():
-    """Fill new memory with NaN, so that an output which is not wholly written shows."""
-    deterministic, fill = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
 class _InThisProcess:
     """An executor that makes each call when it is submitted, after the way through pickle that a process asks for."""
 

@@ -78,9 +78,7 @@ def runs(tmp_path_factory):
         return {"folder": str(root / name), "kind": kind, **more}
 
     worker.run([job("one-closely", training=CLOSELY)])
-    worker.run(
-        [job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "vision", "contrast", "teacher")]
-    )
+    worker.run([job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "contrast", "teacher")])
     fsdp, accumulated = {"parallel": "fsdp"}, {"parallel": "ddp", "grad_accum_steps": 2}
     half = {**fsdp, "precision": "bfloat16"}
     probed = {"precision": "bfloat16", "statistics_every": 1}
@@ -88,11 +86,8 @@ def runs(tmp_path_factory):
     recomputed = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     two = [
         job("2-accumulated", training=accumulated),
-        job("2-context-fsdp", training={**fsdp, "context_parallel": 2}),
-        job("2-rope-tensor", "rope", training={"tensor_parallel": 2}),
         job("2-rope-context", "rope", training=recomputed),
         job("2-closely", training={**CLOSELY, **accumulated, **fsdp}),
-        job("2-vision-fsdp", "vision", training=fsdp),
         job("2-placeholder", "placeholder", training={**accumulated, **fsdp}),
         job("2-documents", "documents"),
         job("2-contrast", "contrast"),
@@ -109,7 +104,7 @@ def runs(tmp_path_factory):
     with lock_folder(root / "in-use"):
         train(2, two)
     four = [
-        job("4-mixed", training={"tensor_parallel": 2, **fsdp}),
+        job("4-mixed", "rope", training={"tensor_parallel": 2, **fsdp}),
         job("4-context", training={"context_parallel": 2, **fsdp}),
         job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2}),
         *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("4-")),
@@ -123,15 +118,12 @@ def runs(tmp_path_factory):
     ("run", "whole"),
     [
         ("2-accumulated", "language"),
-        ("2-context-fsdp", "language"),
-        ("2-rope-tensor", "rope"),
         ("2-rope-context", "rope"),
-        ("2-vision-fsdp", "vision"),
         ("2-placeholder", "language"),  # a process without samples does not count
         ("2-documents", "documents"),  # processes are weighted by their targets
         ("2-contrast", "contrast"),  # InfoNCE over the gathered batch, and batch norm over all samples
         ("2-teacher", "teacher"),
-        ("4-mixed", "language"),
+        ("4-mixed", "rope"),
         ("4-context", "language"),
         ("4-context-tensor", "language"),
     ],
