@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 pytest.importorskip("hatchling")
@@ -78,6 +79,26 @@ def test_wheel_works_with_torch_alone(built, tmp_path):
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"-{done.stdout.strip()}-" in built[0].name
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "implementation", "expected"),
+    [
+        ("Linux", "x86_64", "cpython", True),
+        ("Linux", "aarch64", "cpython", True),
+        ("Linux", "x86_64", "pypy", False),
+        ("Linux", "ppc64le", "cpython", False),
+        ("Darwin", "arm64", "cpython", False),
+        ("Windows", "AMD64", "cpython", False),
+    ],
+)
+def test_llvmlite_is_required_where_it_has_wheels(built, system, machine, implementation, expected):
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = wheel.read(name).decode().partition("\n\n")[0].splitlines()
+    required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: llvmlite")]
+    environment = {"platform_system": system, "platform_machine": machine, "implementation_name": implementation}
+    assert [r.marker.evaluate({**environment, "extra": ""}) for r in required] == [expected]
 
 
 def test_description_has_no_relative_links(built):

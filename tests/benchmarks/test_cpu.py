@@ -47,7 +47,7 @@ def test_the_plain_formula_is_omitted_where_it_would_not_fit():
     ("name", "length", "heads", "dtype", "least", "most"),
     [
         (memory.QUADRATIC, 4096, 1, "float32", 0, 48),  # the weights take 64 MiB
-        # packed keys and values, or a tile of weights; inputs drawn in float32 first would leave 10 MiB free below the peak
+        # packed keys and values, or a tile; inputs drawn in float32 first would leave 10 MiB free below the peak
         (OURS, 2048, 8, "bfloat16", 2, 64),
         (NAIVE, 4096, 1, "float32", 128, 1024),  # several matrices of 64 MiB
     ],

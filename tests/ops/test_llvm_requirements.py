@@ -16,7 +16,7 @@ STAND_INS = {  # modules of llvmlite, and the reason why it is not used
         r"llvmlite cannot be imported: OSError: cannot map segment",
     ),
     "broken": ({"__init__": "import missing_module"}, r"llvmlite cannot be imported: ModuleNotFoundError: .*'missing_"),
-    "not installed": (None, r"it needs llvmlite, which is not installed \(pip install 'sigattn\[cpu\]'\)"),
+    "not installed": (None, r"it needs llvmlite, which is not installed \(pip install llvmlite\)"),
 }
 
 

@@ -16,12 +16,19 @@ __all__ = ["backward", "can_be_default", "forward", "machine_unavailable", "save
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
 _PROCESSOR = torch.cpu.get_capabilities()
-# Instruction sets on which the kernels were measured as faster than "blocked" (docs/log.md): those of x86 from AVX2 on;
-# in bfloat16 with AVX512-BF16, unless AMX, matrix units that vectors cannot match, serves oneDNN's products. Not ARM,
-# on which they have never run.
+# Features of processors, and whether the kernels are the default there. For each dtype the first row whose feature the
+# processor has decides; without one they are not. The comments say what was executed and measured (docs/log.md).
+_DEFAULTS = (
+    (torch.float32, "avx2", True),  # executed on Zen 3, Zen 4, Zen 5: faster than "blocked" at every length
+    (torch.float32, "neon", False),  # ARM: compiled, never executed or emulated
+    (torch.bfloat16, "amx_bf16", False),  # not executed; oneDNN's products use matrix units, which vectors cannot match
+    (torch.bfloat16, "avx512_bf16", True),  # executed on Zen 4 and Zen 5: faster than "blocked"
+    (torch.bfloat16, "avx2", False),  # executed on Zen 3: "blocked" takes 0.7 of the time from 256 tokens on
+    (torch.bfloat16, "neon", False),  # ARM: as float32
+)
 _FAST = {
-    torch.float32: bool(_PROCESSOR.get("avx2")),
-    torch.bfloat16: bool(_PROCESSOR.get("avx512_bf16")) and not _PROCESSOR.get("amx_bf16"),
+    dtype: next((fast for kind, feature, fast in _DEFAULTS if kind is dtype and _PROCESSOR.get(feature)), False)
+    for dtype in (torch.float32, torch.bfloat16)
 }
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
@@ -72,11 +79,11 @@ def _machine_unavailable() -> str | None:
         version = llvmlite.__version__
         if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _MINIMUM:
             minimum = ".".join(map(str, _MINIMUM))
-            return f"it needs llvmlite {minimum} or later, not {version} (pip install --upgrade 'sigattn[cpu]')"
+            return f"it needs llvmlite {minimum} or later, not {version} (pip install --upgrade llvmlite)"
         from llvmlite import binding, ir  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name == "llvmlite":
-            return "it needs llvmlite, which is not installed (pip install 'sigattn[cpu]')"
+            return "it needs llvmlite, which is not installed (pip install llvmlite)"
         return _not_imported(error)
     except Exception as error:  # an OSError if the process may not have enough memory for LLVM
         return _not_imported(error)
