@@ -45,11 +45,6 @@ name = "local"
 SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
 
 
-def tests_in(file: str, names: str) -> str:
-    """Return the node ids of some tests of a file."""
-    return " ".join(f"{file}::{name}" for name in names.split())
-
-
 # The tests of a file, or of all files of a folder, by its name, with its folder's where the name alone is ambiguous;
 # in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
 LIKELY = {
@@ -76,11 +71,7 @@ LIKELY = {
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
     "statistics": "test_statistics",
-    "transformers/mask": tests_in(
-        "tests/integrations/test_transformers.py",
-        "TestMask test_packed_positions test_packed_with_sequence_lengths test_a_position_bias_and_a_mask "
-        "test_indices_select_keys test_exported_and_traced_for_any_length",
-    ),
+    "transformers/mask": "tests/integrations/test_transformers.py",
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",

@@ -1,6 +1,5 @@
 """Tests of the mutants."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,4 @@ MODULES += [
 def test_tests_of_each_module_are_known(module):
     files = run.tests_of(module)
     assert files
-    for file, *names in (test.split("::") for test in files):
-        assert (run.ROOT / file).exists()
-        assert all(re.search(rf"\b(def|class) {name}\b", (run.ROOT / file).read_text()) for name in names)
+    assert all((run.ROOT / file).exists() for file in files)

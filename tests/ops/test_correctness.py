@@ -81,7 +81,7 @@ def test_output_and_gradients_match_the_formula(backend, way, case):
 @pytest.mark.parametrize("way", ways("triton"))
 @fuzz(25)
 @given(case=cases(interpreted=not torch.cuda.is_available()))
-def test_output_and_gradients_of_kernels_match_the_formula(way, case):
+def test_output_and_gradients_of_triton_match_the_formula(way, case):
     check_written(case, "triton", way)
 
 
