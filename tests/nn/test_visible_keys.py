@@ -61,22 +61,6 @@ def test_padding_is_not_counted(layer, mask, padded):
         torch.testing.assert_close(layer(alone), layer.formula(alone, -math.log(length)))
 
 
-@pytest.mark.parametrize("keys", [3, 6])
-def test_a_causal_mask_counts_as_is_causal_does(keys):
-    class Cross(nn.Module):
-        def forward(self, q, k, **options):
-            return F.scaled_dot_product_attention(q, k, k, **options)
-
-    layer = Cross()
-    convert(layer, normalize=False)
-    q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, keys, 4)
-    causal = torch.ones(3, keys, dtype=torch.bool).tril()
-    expected = (q @ k.mT / 2 - math.log(3)).sigmoid().masked_fill(~causal, 0) @ k
-    torch.testing.assert_close(layer(q, k, is_causal=True), expected)
-    torch.testing.assert_close(layer(q, k, attn_mask=causal), expected)
-    torch.testing.assert_close(layer(q, k, attn_mask=torch.zeros(3, keys).masked_fill(~causal, -math.inf)), expected)
-
-
 def test_a_position_bias_hides_nothing(layer):
     x, added = torch.randn(2, 5, 8), torch.randn(1, 2, 5, 5)
     q, k, v = layer.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)

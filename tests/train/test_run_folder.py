@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sigattn import cli
 from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
@@ -105,16 +104,6 @@ class TestLock:
 
 class TestFailedResume:
     """A failed resume leaves every file unchanged."""
-
-    def test_other_settings(self, tmp_path, capsys):
-        run = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run")]
-        cli.main([*run, *QUICK])
-        before = contents(tmp_path)
-        _, message = failure(
-            [*run, *QUICK, "--training.learning-rate", "1", "--model.num-heads", "2", "--resume"], capsys
-        )
-        assert "comes from a run that differs in learning_rate, num_heads;" in message
-        assert contents(tmp_path) == before
 
     def test_full_disk_keeps_the_metrics(self, tmp_path, monkeypatch):
         log = metrics.MetricsLog(tmp_path)
