@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import baselines, memory, provenance
+from benchmarks import baselines, isa, memory, provenance
 from benchmarks.baselines import (
     BACKWARD,
     COMPILED_NAIVE,
@@ -55,6 +55,8 @@ class CpuBenchmark:
         rounds: how often each implementation is timed (a third as often beyond 4096 tokens).
         compiled: also time the compiled plain formula.
         memory: also measure peak memory, at 4096 tokens and, with one head, 65,536.
+        isa: "avx2" or "avx512" (without BF16 and AMX): hold PyTorch, oneDNN, MKL and our kernels to these
+            instructions, in a process of its own; None for all that the processor has.
         max_naive_gib: omit the plain formula where its matrices would take more.
         results: where to write the results (JSON).
     """
@@ -67,6 +69,7 @@ class CpuBenchmark:
     rounds: int = 9
     compiled: bool = True
     memory: bool = True
+    isa: str | None = None
     max_naive_gib: float = 3.0
     results: Path = Path("runs/benchmarks/cpu.json")
 
@@ -74,6 +77,8 @@ class CpuBenchmark:
         check_at_least(1, self, "lengths", "num_heads", "head_dim", "threads", "rounds")
         check_not_negative(self, "max_naive_gib")
         check_among(("float32", "bfloat16"), self, "dtypes")
+        if self.isa is not None:
+            check_among(tuple(isa.ISAS), self, "isa")
         check_not_empty(self, "lengths", "dtypes")
         check_output_file(self.results)
 
@@ -86,7 +91,14 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
 
     Raises:
         WrongResultError: if an implementation is wrong.
+        BenchmarkError: if the processor lacks the instructions of ``config.isa``.
     """
+    if config.isa is not None and not isa.is_held(config.isa):
+        settings = {**asdict(config), "results": str(config.results)}
+        code = "from pathlib import Path; from benchmarks.cpu import *; "
+        code += f"benchmark_cpu(CpuBenchmark(**{{**(s := {settings!r}), 'results': Path(s['results'])}}))"
+        return isa.run_held(config.isa, code, config.results)
+    isa.hold_kernels(config.isa)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     rows = []
@@ -99,7 +111,7 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
             rows += found
     finally:
         torch.set_num_threads(threads)
-    used = memory.measure_all(config.num_heads, config.head_dim, config.threads) if config.memory else []
+    used = memory.measure_all(config.num_heads, config.head_dim, config.threads, config.isa) if config.memory else []
     if used:
         print_rows("peak memory of forward and backward, beyond inputs and outputs", used, memory.COLUMNS)
     report = {**provenance.describe("cpu", asdict(config)), "rows": rows, "memory": used}

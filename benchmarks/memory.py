@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import isa
 from benchmarks.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
 from benchmarks.inputs import DTYPES, Options
 from sigattn import sigmoid_attention
@@ -31,10 +32,10 @@ QUADRATIC = "sigattn, quadratic bias"
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
-def measure_all(num_heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
+def measure_all(num_heads: int, head_dim: int, threads: int, held_to: str | None = None) -> list[dict[str, Any]]:
     """Measure softmax, our sigmoid attention and that of a converted model at 4096 tokens and, with a head, 65,536."""
     return [
-        measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads)
+        measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads, held_to)
         for n, h in ((4096, num_heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
@@ -50,9 +51,12 @@ def measure_in_subprocess(*case: Any) -> dict[str, Any]:
     return row
 
 
-def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
-    """Measure an implementation in this process and print a row as JSON."""
+def print_peak(
+    name: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int, held_to: str | None = None
+) -> None:
+    """Measure an implementation in this process, held to an instruction set, and print a row as JSON."""
     torch.set_num_threads(threads)
+    isa.hold_kernels(held_to)
 
     def extra_mib(length: int) -> dict[str, float]:
         """Return the increase of the process's peak memory by the forward pass and by both passes, less the outputs."""

@@ -29,6 +29,7 @@ def test_invalid_command_line(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["cpu", "--isa", "sse"], "isa must be one of avx2, avx512, got 'sse'"),
         (["cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
         (["cpu", "--dtypes", "float8"], "dtypes must be one of float32, bfloat16, got 'float8'"),
         (["decode", "--num-heads", "3", "--num-kv-heads", "2"], "num_heads must be a multiple of num_kv_heads, got 3"),
