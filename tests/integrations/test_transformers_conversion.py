@@ -164,7 +164,8 @@ def test_layers_that_keep_softmax(by, tmp_path):
         if "q_proj.weight" in name:
             torch.nn.init.normal_(p, std=1.0)
     softmax = copy.deepcopy(model)
-    batches = [{"input_ids": ids, "decoder_input_ids": ids[:, :7]} for ids in torch.randint(3, 50, (5, 2, 9))]
+    given = {"attention_mask": inputs_of("bert")["attention_mask"]}  # padded on the right
+    batches = [{"input_ids": i, "decoder_input_ids": i[:, :7], **given} for i in torch.randint(3, 50, (5, 2, 9))]
     largest = max(layer.error for layer in convert(copy.deepcopy(model), batches).layers)
     options = {"keep": ["*decoder*"]} if by == "keep" else {"max_error": 0.99 * largest}
     report = convert(model, batches, **options)
