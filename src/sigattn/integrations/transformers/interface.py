@@ -30,7 +30,8 @@ from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import Problem, combine_window, log_length_bias, make_problem
 
-_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
+_SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
+_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_SINKS}
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
     "cache_position",
     "deterministic",
@@ -51,8 +52,6 @@ _UNSUPPORTED = {
     "block_indices": "blocks of visible keys are not supported",
     "cache": "a paged cache of continuous batching is not supported",
     "output_attentions": "attention weights are never formed",
-    "s_aux": "attention sinks have no meaning without a normalisation",
-    "sinks": "attention sinks have no meaning without a normalisation",
 }
 
 
@@ -162,10 +161,13 @@ def attention(
         position_bias: added to the logits.
         softcap: bound of the logits, softcap · tanh(logits / softcap), before mask and bias are added.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
-            number), selects the visible keys. Keywords that cannot change the result are ignored.
+            number), selects the visible keys. ``s_aux`` or ``sinks``, (Hq,) or (B, Hq, N, 1), are the logits of an
+            attention sink: one more key that every query sees, with the value 0. Keywords that cannot change the result
+            are ignored.
 
     Raises:
-        ValueError: for any other keyword that is neither None nor False, naming module and keyword.
+        ValueError: for any other keyword that is neither None nor False, naming module and keyword; or for a sink
+            without ``config.sigmoid_normalize``, because it acts by the sum of a row only.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
     _check_kwargs(module, kwargs, attention_mask, num_keys)
@@ -182,8 +184,27 @@ def attention(
         mask, causal = combine(mask, position_bias, limits), False
     scaling = float(scaling) if isinstance(scaling, int) else scaling  # 1 in Dia
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
+    if (name := next((n for n in _SINKS if kwargs.get(n) is not None), None)) is not None:
+        if not (_observers or _normalizes(module) or isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax)):
+            raise _error(module, f"{name}: an attention sink acts by the sum of a row: set config.{NORMALIZE} = True")
+        call = _with_sink(call, kwargs[name])
     out = _observers[-1](module, call) if _observers else _sigmoid(module, call)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_sink(call: Call, logits: Tensor) -> Call:
+    """Return a call with one more key, which has these logits, (Hq,) or (B, Hq, N, 1), for every query, and value 0."""
+    query, mask, num_keys = call.query, call.mask, call.key.shape[2]
+    key, value = (F.pad(t, (0, 0, 0, 1)) for t in (call.key, call.value))
+    shape = *query.shape[:3], num_keys
+    if call.causal:
+        mask = torch.ones(shape[2:], dtype=torch.bool, device=query.device).tril()
+    if mask is None or mask.dtype is torch.bool:
+        bias = query.new_zeros(shape, dtype=torch.promote_types(query.dtype, logits.dtype))
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    sink = (logits.view(-1, 1, 1) if logits.dim() == 1 else logits).expand(*shape[:3], 1)
+    mask = torch.cat([mask.expand(shape), sink.to(mask.dtype)], -1)
+    return call._replace(key=key, value=value, mask=mask, causal=False)
 
 
 def _error(module: nn.Module, reason: str) -> ValueError:
