@@ -71,14 +71,13 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
     fits: dict[str, BiasFit] = {}
 
     def observe(call: AttentionCall) -> object:
-        num_heads = call.problem.query.shape[1]
-        fit = fits.setdefault(call.name, BiasFit(num_heads))
-        if num_heads != fit.num_heads:
+        fit = fits.setdefault(call.name, BiasFit(call.num_heads))
+        if call.num_heads != fit.num_heads:
             raise ConversionError(
-                f"convert: {call.name!r} calls attention with {fit.num_heads} and with {num_heads} heads, so that no "
+                f"convert: {call.name!r} calls attention with {fit.num_heads} and {call.num_heads} heads, so that no "
                 "bias for each head fits it"
             )
-        with without_autocast(call.problem.query.device.type):
+        with without_autocast(call.device.type):
             rows = finite_statistics(call)
         fit.update(rows)
         return call.softmax()

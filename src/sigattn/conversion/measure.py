@@ -51,12 +51,12 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
 
     def observe(call: AttentionCall) -> Any:
         bias = biases[call.name]
-        with without_autocast(call.problem.query.device.type):
+        with without_autocast(call.device.type):
             rows = finite_statistics(call)
         result = call.softmax()
         exact, fitted = (_first_tensor(r) for r in (result, call.normalized(bias)))
         padding = is_padding(call.problem)
-        if padding is not None and exact.shape[:-1] == call.problem.query.shape[:-1]:
+        if padding is not None and exact.shape[:-1] == rows.lse.shape:
             exact, fitted = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, fitted))
         b = bias(visible=rows.visible.unsqueeze(-1)).squeeze(-1).expand(rows.lse.shape)
         layers[call.name].update(rows, b, exact, fitted)

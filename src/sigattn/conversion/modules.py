@@ -31,7 +31,7 @@ from sigattn.nn.functional import MaskSpec
 from sigattn.nn.observer import Attend, AttentionCall, CallObserver
 from sigattn.nn.run_search import Example
 from sigattn.nn.sigmoid_layer import CONVERTED
-from sigattn.nn.softmax_calls import MHA_NAME, Finding, listed
+from sigattn.nn.softmax_calls import MHA_NAME, SOFTMAX_NAME, Finding, listed
 
 
 class ModuleAdapter:
@@ -165,9 +165,9 @@ class ModuleAdapter:
 
     def _check_nesting(self) -> None:
         """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""
-        softmax = [f for f in self.staying if f.replaceable]
         for outer in self.called:
             modules = set(outer.module.modules()) - {outer.module}
+            softmax = [f for f in self.staying if f.replaceable or outer.call == SOFTMAX_NAME]
             if inside := [f.name for f in softmax if f.module in modules]:
                 raise ConversionError(
                     f"convert: {outer.name!r} is converted and contains {', '.join(inside)}, which keeps its softmax: "

@@ -21,7 +21,7 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.sigmoid_layer import CONVERTED, sigmoid_class
-from sigattn.nn.softmax_calls import CONTAINERS, SDPA_NAME, Finding, listed
+from sigattn.nn.softmax_calls import CONTAINERS, SDPA_NAME, SOFTMAX_NAME, Finding, listed
 
 
 def find_softmax(model: nn.Module, example: run_search.Example | None = None) -> list[Finding]:
@@ -121,6 +121,7 @@ def replace_layers(
         layer.sigmoid_bias, layer.sigmoid_normalize = biases[finding.name], normalize
         if not plain:
             layer.softmax_allowed = any(m in softmax for m in layer.modules())
+            layer.writes_softmax = finding.call == SOFTMAX_NAME
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # it packs padded samples for its fused softmax
@@ -139,7 +140,7 @@ def observed_layers(
     finally:
         for layer, kind in kinds:
             layer.__class__ = kind
-            for name in ("sigmoid_bias", "sigmoid_normalize", "softmax_allowed"):
+            for name in ("sigmoid_bias", "sigmoid_normalize", "softmax_allowed", "writes_softmax"):
                 vars(layer).pop(name, None)
         for encoder, nested in encoders:
             encoder.use_nested_tensor = nested

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sigattn.nn.written_softmax import WrittenSoftmax
 from sigattn.ops import reference
 from sigattn.ops.problem import Problem
 from sigattn.ops.reference import row_blocks
@@ -26,8 +27,15 @@ class RowStatistics(NamedTuple):
     counted: Tensor
 
 
-def row_statistics(problem: Problem) -> RowStatistics:
-    """Return the statistics of a call's rows, computed in blocks of rows in float32 or better."""
+def row_statistics(problem: Problem | WrittenSoftmax) -> RowStatistics:
+    """Return the statistics of a call's rows, computed in blocks of rows in float32 or better.
+
+    The rows of a softmax that is written out are those of one sample and head.
+    """
+    if isinstance(problem, WrittenSoftmax):
+        logits = problem.logits.to(torch.promote_types(problem.logits.dtype, torch.float32))
+        lse = logits.masked_fill(~problem.visible, -torch.inf).logsumexp(-1)
+        return RowStatistics(*(t.view(1, 1, -1) for t in (lse, problem.num_visible, problem.visible.any(-1))))
     parts = [_of_rows(problem.rows(i, stop)) for i, stop in row_blocks(problem)]
     lse, visible = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     counted, padding = visible > 0, is_padding(problem)
@@ -36,8 +44,10 @@ def row_statistics(problem: Problem) -> RowStatistics:
     return RowStatistics(lse, visible.clamp(min=1).float(), counted)
 
 
-def is_padding(problem: Problem) -> Tensor | None:  # (B, 1, N)
+def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N)
     """Return True for rows of padding, which key_lengths tell in self-attention; None if there are none."""
+    if isinstance(problem, WrittenSoftmax):
+        return None
     n, lengths = problem.query.shape[2], problem.key_lengths
     if lengths is None or n != problem.key.shape[2]:
         return None

@@ -13,6 +13,7 @@ from torch.overrides import _pop_mode_temporarily
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.visible_keys import is_visible
+from sigattn.nn.written_softmax import WrittenSoftmax
 from sigattn.ops.problem import Problem, make_problem
 
 
@@ -22,15 +23,25 @@ class AttentionCall:
 
     Attributes:
         name: name of the layer within the model.
-        problem: operands and masks of the call; its bias is None.
-        softmax: returns the layer's result with softmax.
+        problem: operands and masks of the call, whose bias is None; or the logits of a softmax that is written out.
+        softmax: returns the layer's result with softmax: the output, or of a softmax that is written out the weights.
         normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
     """
 
     name: str
-    problem: Problem
+    problem: Problem | WrittenSoftmax
     softmax: Callable[[], Any]
     normalized: Callable[[AttentionBias], Any]
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads; 1 if it is not known which dimension of the logits has them."""
+        return self.problem.query.shape[1] if isinstance(self.problem, Problem) else 1
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the operands."""
+        return self.problem.query.device if isinstance(self.problem, Problem) else self.problem.logits.device
 
 
 Attend = Callable[[AttentionCall], Any]  # returns the result of a call
@@ -79,6 +90,16 @@ class CallObserver:
         problem = make_problem(Problem, query, key, value, attn_mask=mask, **options)
         with _without_function_modes():
             return self.attend(AttentionCall(self.name, problem, lambda: softmax(problem), normalized))
+
+    def answer_written(self, call: WrittenSoftmax) -> Tensor:
+        """Return the weights of a softmax that is written out, (..., M)."""
+
+        def softmax() -> Tensor:
+            return torch.softmax(call.logits, -1, dtype=call.dtype)
+
+        with _without_function_modes():
+            weights: Tensor = self.attend(AttentionCall(self.name, call, softmax, lambda b: call.weights(b, True)))
+        return weights
 
 
 @contextlib.contextmanager

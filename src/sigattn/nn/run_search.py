@@ -19,15 +19,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sigattn.nn.code_search import calling_methods
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.sigmoid_layer import sigmoid_weights
 from sigattn.nn.softmax_calls import (
     MHA,
     MHA_NAME,
     SDPA_NAME,
+    SOFTMAX_NAME,
     Finding,
     is_sdpa,
     named_as_attention,
     operator_kind,
 )
+from sigattn.nn.written_softmax import written_softmax
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
@@ -133,6 +136,7 @@ class _Thread(threading.local):
         self.running: list[nn.Module] = []
         self.modes: contextlib.ExitStack | None = None
         self.inside_replaceable: bool = False
+        self.inside_softmax: bool = False  # of a function that ``written_softmax`` knows
 
 
 class _Trace:
@@ -219,13 +223,24 @@ class _Trace:
 
     def findings(self) -> list[Finding]:
         """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
+        self._separate_softmax()
         merged: dict[tuple[nn.Module, bool], Finding] = {}
         for site in self.sites:
             key = site.module, site.replaceable
             attention = site.attention or (key in merged and merged[key].attention)
-            merged[key] = Finding(self.names[site.module], site.module, site.call, site.replaceable, attention)
+            call = SOFTMAX_NAME if key in merged and merged[key].call == SOFTMAX_NAME else site.call
+            merged[key] = Finding(self.names[site.module], site.module, call, site.replaceable, attention)
         order = {module: i for i, module in enumerate(self.names)}
         return sorted(merged.values(), key=lambda f: order[f.module])
+
+    def _separate_softmax(self) -> None:
+        """Let a written softmax be replaceable where all of its layer's are an attention's."""
+        written = [site for site in self.sites if site.replaceable and site.call == SOFTMAX_NAME]
+        others = {site.module for site in written if not site.attention}
+        for site in written:
+            if site.module in others:
+                site.replaceable = False
+                site.call = f"{SOFTMAX_NAME} next to one that is not an attention's" if site.attention else site.call
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
@@ -270,9 +285,18 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace = self.trace
         call = SDPA_NAME if is_sdpa(func) else MHA_NAME if func is MHA else None
-        if call is None or trace.thread.inside_replaceable:
+        if trace.thread.inside_replaceable:
             return func(*args, **(kwargs or {}))
-        trace.add(call, replaceable=True, attention=True)
+        if call is None and func is not sigmoid_weights:
+            trace.thread.inside_softmax = written_softmax(func, args, kwargs or {}) is not None
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                trace.thread.inside_softmax = False
+        if call is None:
+            trace.sigmoid_calls += 1
+        else:
+            trace.add(call, replaceable=True, attention=True)
         trace.thread.inside_replaceable = True
         try:
             return func(*args, **(kwargs or {}))
@@ -302,7 +326,8 @@ class _Operators(TorchDispatchMode):
         base = name.rpartition("::")[2]
         kind = operator_kind(name)
         if kind is not None:
-            site = trace.add(base.lstrip("_"), attention=kind == "attention")
+            written = kind == "softmax" and trace.thread.inside_softmax
+            site = trace.add(base.lstrip("_"), replaceable=written, attention=kind == "attention")
             if site is not None and kind == "softmax":
                 for output in outputs:
                     trace.weights[output] = {site}

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function_unary,
+)
 from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
@@ -20,6 +25,7 @@ from sigattn.nn.multihead import SigmoidMultiheadAttention, describe_settings, m
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
+from sigattn.nn.written_softmax import WrittenSoftmax, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias, log_size_bias
@@ -32,6 +38,7 @@ class SigmoidLayer(nn.Module):
         sigmoid_bias: b, or None for -log of the number of keys that a sample sees.
         sigmoid_normalize: True if the weights of each query are divided by their sum.
         softmax_allowed: True if the layer, or one inside it, keeps a softmax.
+        writes_softmax: True if a softmax over the last dimension is an attention's, which sigmoid weights replace.
     """
 
     softmax_class: type[nn.Module]
@@ -39,6 +46,11 @@ class SigmoidLayer(nn.Module):
     sigmoid_bias: AttentionBias | None
     sigmoid_normalize: bool = False
     softmax_allowed: bool = False
+    writes_softmax: bool = False
+
+    def attention_settings(self) -> tuple[AttentionBias | CallObserver | float | None, bool]:
+        """Return the bias and ``normalize`` of a call."""
+        return self.sigmoid_bias, self.sigmoid_normalize
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer's own forward with sigmoid attention.
@@ -53,8 +65,8 @@ class SigmoidLayer(nn.Module):
         if not mode.calls and not any(isinstance(m, CONVERTED) for m in self.modules() if m is not self):
             raise RuntimeError(
                 f"{self.softmax_class.__name__} was converted to sigmoid attention, but this forward did not call "
-                "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or the "
-                "weights were requested)"
+                f"{'a softmax' if self.writes_softmax else 'F.scaled_dot_product_attention'}: it took another path (a "
+                "flag such as fused_attn=False, or the weights were requested)"
             )
         return result
 
@@ -139,11 +151,13 @@ class _SigmoidMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_sdpa(func):
             self._count_call()
-            return sigmoid_sdpa(self.layer.sigmoid_bias, self.layer.sigmoid_normalize, *args, **kwargs)
+            return sigmoid_sdpa(*self.layer.attention_settings(), *args, **kwargs)
         if func is MHA:
             self._count_call()
-            settings = self.layer.sigmoid_bias, self.layer.sigmoid_normalize
-            return multi_head_attention_forward(*settings, *args, **kwargs)
+            return multi_head_attention_forward(*self.layer.attention_settings(), *args, **kwargs)
+        if self.layer.writes_softmax and (call := written_softmax(func, args, kwargs)) is not None:
+            self._count_call()
+            return sigmoid_weights(self.layer, call)
         if getattr(func, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was converted to sigmoid attention, but this forward computes a "
@@ -196,8 +210,16 @@ class _SigmoidMode(TorchFunctionMode):
         )
 
 
+def sigmoid_weights(layer: SigmoidLayer, call: WrittenSoftmax) -> Tensor:
+    """Return the weights that a layer gets in the place of a softmax that it writes out, (..., M)."""
+    if not torch.compiler.is_compiling() and has_torch_function_unary(call.logits):  # modes that observe a model
+        return handle_torch_function(sigmoid_weights, (call.logits,), layer, call)  # type: ignore[no-any-return]
+    bias, normalize = layer.attention_settings()
+    return bias.answer_written(call) if isinstance(bias, CallObserver) else call.weights(bias, normalize)
+
+
 def sigmoid_sdpa(
-    sigmoid_bias: AttentionBias | CallObserver | None,
+    sigmoid_bias: AttentionBias | CallObserver | float | None,
     normalize: bool,
     query: Tensor,
     key: Tensor,

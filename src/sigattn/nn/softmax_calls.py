@@ -17,6 +17,7 @@ SDPA_CALLS = (SDPA, _ATEN_SDPA, _ATEN_SDPA.default)
 
 SDPA_NAME = "scaled_dot_product_attention"
 MHA_NAME = "multi_head_attention_forward"
+SOFTMAX_NAME = "softmax"
 SOFTMAX_NAMES = frozenset(
     {"softmax", "Softmax", "_softmax", "_safe_softmax", "softmin", "gumbel_softmax", "special_softmax"}
 )

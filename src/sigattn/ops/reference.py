@@ -93,8 +93,12 @@ def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (
 
 def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, M)
     """Return P before dropout, in float32 or better. An entirely masked row is 0 for every activation."""
-    logits, visible = masked_logits(problem, activation)
-    if problem.normalize and activation == "sigmoid":
+    return weights_of(*masked_logits(problem, activation), activation, problem.normalize)
+
+
+def weights_of(logits: Tensor, visible: Tensor, activation: str, normalize: bool) -> Tensor:  # (..., M)
+    """Return the activation of the logits, 0 where not visible, divided by the sum of a row if a sigmoid normalises."""
+    if normalize and activation == "sigmoid":
         # log σ; ONNX's log_sigmoid is log(σ), which is -inf far below 0. Beyond 40 the softplus is linear to 4e-18
         logits, activation = -F.softplus(-logits, threshold=40), "softmax"
     if activation == "softmax":

@@ -1,0 +1,94 @@
+"""Sigmoid weights in the place of a softmax that a layer writes out: a function of its logits, which masks are added to.
+
+A logit of ``HIDDEN_BELOW`` or less is masked, and its weight exactly 0: masks add -inf, the smallest number, -1e9 or
+-1e4. A mask of -100, as in Swin, is a logit like others, as it is for softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.nn.bias import AttentionBias
+from sigattn.ops import reference
+from sigattn.ops.problem import log_length_bias
+
+HIDDEN_BELOW = -1000.0
+_FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+class WrittenSoftmax(NamedTuple):
+    """One call of a softmax over keys.
+
+    Attributes:
+        logits: of any number of rows, (..., M).
+        dtype: of the weights.
+    """
+
+    logits: Tensor
+    dtype: torch.dtype
+
+    @property
+    def visible(self) -> Tensor:
+        """True where a key is not masked, (..., M). NaN is not masked."""
+        return ~(self.logits <= HIDDEN_BELOW)
+
+    @property
+    def num_visible(self) -> Tensor:
+        """Number of visible keys of each row, at least 1, (..., 1), float32."""
+        return self.visible.sum(-1, keepdim=True).clamp(min=1).float()
+
+    def weights(self, bias: AttentionBias | float | None, normalize: bool) -> Tensor:
+        """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
+
+        Args:
+            bias: b, or None for -log of the number of visible keys of each row.
+            normalize: divide by the sum.
+
+        Raises:
+            ValueError: if the bias has other numbers of heads or queries than the logits.
+        """
+        wide = torch.promote_types(torch.promote_types(self.logits.dtype, self.dtype), torch.float32)
+        visible = self.visible
+        logits = self.logits.to(wide).masked_fill(~visible, 0) + self._evaluate(bias)
+        return reference.weights_of(logits, visible, "sigmoid", normalize).to(self.dtype)
+
+    def _evaluate(self, bias: AttentionBias | float | None) -> float | Tensor:
+        if not isinstance(bias, AttentionBias):
+            return log_length_bias(self.num_visible) if bias is None else bias
+        shape = self.logits.shape
+        rows = shape[-2] if len(shape) > 1 else 1
+        count = self.num_visible
+        b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
+        if not isinstance(b, Tensor) or b.numel() == 1:
+            return b if not isinstance(b, Tensor) else b.view(())
+        if b.numel() == count.numel():
+            return b.view(count.shape)
+        try:
+            fits = torch.broadcast_shapes(b.shape, shape) == shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{type(bias).__name__} has values of shape {tuple(b.shape)}, which do not broadcast to the logits "
+                f"{tuple(shape)} of a layer that writes its softmax out: take one bias for the layer"
+            )
+        return b
+
+
+def written_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrittenSoftmax | None:
+    """Return the softmax that a call of PyTorch computes over the last dimension; None for all other calls."""
+    if not any(func is f for f in _FUNCTIONS):
+        return None
+    names = ("input", "dim", "_stacklevel", "dtype") if func is F.softmax else ("input", "dim", "dtype")
+    arguments = dict(zip(names, args, strict=False)) | {("input" if k == "self" else k): v for k, v in kwargs.items()}
+    logits, dim = arguments["input"], arguments.get("dim")
+    if not isinstance(dim, int) or dim not in (-1, logits.dim() - 1) or not logits.is_floating_point():
+        return None
+    dtype = arguments.get("dtype") or logits.dtype
+    if torch.is_autocast_enabled(logits.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)
+    return WrittenSoftmax(logits, dtype)
