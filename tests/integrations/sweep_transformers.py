@@ -2,9 +2,10 @@
 
     python -m tests.integrations.sweep_transformers [ARCHITECTURE ...] [--write]
 
-The reference is the same model with transformers' eager attention, in which the softmax of ``eager_attention_forward``
-is replaced by the sigmoid: masks, biases and everything else are computed by transformers. Outputs and gradients of all
-parameters are compared, with a number as bias, set in the outermost configuration only, and with "log_visible".
+The reference is the same model with transformers' eager attention, in which the softmax of ``eager_attention_forward``,
+or of the layer itself, is replaced by the sigmoid: masks, biases and everything else are computed by transformers.
+Outputs and gradients of all parameters are compared, with a number as bias, set in the outermost configuration only,
+and with "log_visible".
 """
 
 import argparse
@@ -27,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers.check import dispatches
+from sigattn.integrations.transformers.configured import is_attention
 from tests.integrations import compatibility_page as page
 from tests.integrations import tiny_transformers as tiny
 
@@ -36,11 +37,31 @@ LARGEST = 30_000_000  # parameters
 SECONDS = 240
 
 
-BROKEN_EAGER = {  # transformers' eager attention misreads their masks, unlike its SDPA: a reference of our own
-    "nemotron_asr_streaming",  # inverts a mask of numbers
-    "nemotron_asr_streaming_encoder",
-    "nemotron3_5_asr",
-    "seamless_m4t_v2",  # adds a boolean mask to the logits
+OWN_REFERENCE = {  # a reference of our own, because transformers' eager attention misreads masks, unlike its SDPA
+    **dict.fromkeys(
+        (
+            "nemotron_asr_streaming",  # inverts a mask of numbers
+            "nemotron_asr_streaming_encoder",
+            "nemotron3_5_asr",
+            "seamless_m4t_v2",  # adds a boolean mask to the logits
+        ),
+        "compared with SDPA's masks, which eager attention misreads",
+    ),
+    "mimo_v2_flash": "",  # or subtracts the largest logit
+}
+
+
+WITH_SINKS = {  # attention sinks, which act by the sum of a row
+    "deepseek_v4",
+    "flint",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "inkling2",
+    "inkling2_text",
+    "mimo_v2_flash",
+    "openai_privacy_filter",
 }
 
 
@@ -65,20 +86,68 @@ class EagerSigmoid(TorchFunctionMode):
 
     Args:
         bias: a number, "log_visible", or (c, a) of c + a · log visible for each layer, each (heads,).
+        normalize: divide the weights of a row by their sum, as biases of layers do.
     """
 
-    def __init__(self, bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]], normalize: bool | None = None
+    ) -> None:
         super().__init__()
-        self.bias, self.calls = bias, 0
+        self.bias, self.calls, self.inside = bias, 0, False
+        self.normalize = isinstance(bias, dict) if normalize is None else normalize
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "softmax" and (call := _eager_attention()) is not None:
-            self.calls += 1
-            bias = self.bias[call["module"]] if isinstance(self.bias, dict) else self.bias
-            weights = _weights(args[0], bias, call.get("attention_mask"))
-            # converted with batches: the weights of a row sum to 1, or to 0 where nothing is visible
-            return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if isinstance(self.bias, dict) else weights
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is nn.functional.multi_head_attention_forward and not self.inside:
+            self.inside = True
+            try:
+                with self:  # PyTorch writes the softmax out if the weights are asked for
+                    return func(*args, **{**kwargs, "need_weights": True})
+            finally:
+                self.inside = False
+        if func is nn.functional.scaled_dot_product_attention and _softmax_layer() is not None:
+            with self:
+                return _written_sdpa(*args, **kwargs)
+        if getattr(func, "__name__", "") != "softmax":
+            return func(*args, **kwargs)
+        logits = args[0] if args else kwargs["input"]
+        if (call := _eager_attention()) is not None:
+            layer, mask = call["module"], call.get("attention_mask")
+            if call.get("sinks") is not None:  # before the largest logit was subtracted
+                logits, mask = torch.cat([call["attn_weights"], call["sinks"]], -1), None
+        elif (layer := _softmax_layer()) is not None and _last(logits, args[1:], kwargs):
+            mask = ...
+        else:
+            return func(*args, **kwargs)
+        self.calls += 1
+        weights = _weights(logits, self.bias[layer] if isinstance(self.bias, dict) else self.bias, mask)
+        # the weights of a row sum to 1, or to 0 where nothing is visible
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if self.normalize else weights
+        return weights.to(kwargs.get("dtype") or logits.dtype)
+
+
+def _last(logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[0] if args else kwargs["dim"]) in (-1, logits.dim() - 1)
+
+
+def _written_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute softmax attention as a formula; ``EagerSigmoid`` replaces the softmax."""
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        logits = logits.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    return nn.functional.softmax(logits, dim=-1) @ value
 
 
 def _eager_attention() -> dict[str, Any] | None:
@@ -93,6 +162,19 @@ def _eager_attention() -> dict[str, Any] | None:
     return None
 
 
+def _softmax_layer() -> nn.Module | None:
+    """Return the attention layer whose own code calls the softmax, or a function of PyTorch."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame is None:
+            return None
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module) and "att" in type(layer).__name__.lower():
+            return layer
+        frame = frame.f_back
+    return None
+
+
 def reference_eager_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -101,6 +183,7 @@ def reference_eager_attention_forward(
     attention_mask: Tensor | None,
     scaling: float,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute softmax attention with boolean masks; ``EagerSigmoid`` replaces the softmax."""
@@ -110,7 +193,11 @@ def reference_eager_attention_forward(
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
         logits = logits + attention_mask
-    return (nn.functional.softmax(logits, dim=-1) @ value).transpose(1, 2).contiguous(), None
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+        attention_mask = None  # its width is another
+    weights = nn.functional.softmax(logits, dim=-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -119,14 +206,19 @@ def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: Any) -> Tensor:
-    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] >= logits.shape[-1]:
+    """Return sigmoid weights; a ``mask`` of ... says that the layer has added it to the logits."""
+    if mask is ...:
+        visible = logits > -1000
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] >= logits.shape[-1]:
         mask = mask[..., : logits.shape[-1]]
         visible = (mask if mask.dtype is torch.bool else mask > -90) & (logits > -1000)
     else:
         visible = logits > -90  # masks add -100, -1e4, -1e9, the smallest number or -inf
     log_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log()
     if isinstance(bias, tuple):
-        b = bias[0].view(-1, 1, 1) + bias[1].view(-1, 1, 1) * log_visible
+        heads = logits.shape[-3] if logits.dim() == 3 and len(bias[0]) > 1 else len(bias[0])
+        c, a = (t.repeat(heads // len(t)).view(-1, 1, 1) for t in bias)
+        b = c + a * log_visible
     else:
         b = -log_visible if bias == "log_visible" else bias
     return torch.where(visible, torch.sigmoid(logits + b), 0.0)
@@ -159,15 +251,17 @@ def judge(architecture: str) -> Result:
 
 
 def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
+    normalize = architecture in WITH_SINKS
     try:
-        model = tiny.build(make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS), "sigmoid")
+        config = make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS, sigmoid_normalize=normalize)
+        model = tiny.build(config, "sigmoid")
     except Exception as error:
         return _error(architecture, error)
-    layers = [m for m in model.modules() if dispatches(m)]
+    layers = [m for m in model.modules() if is_attention(m)]
     if not layers:
         return Result(architecture, "no attention")
     counter, reason = _Counter(layers), "no inputs found"
-    eager = tiny.build(make(CONFIG_MAPPING[architecture]), "reference" if architecture in BROKEN_EAGER else "eager")
+    eager = tiny.build(make(CONFIG_MAPPING[architecture]), "reference" if architecture in OWN_REFERENCE else "eager")
     eager.load_state_dict(model.state_dict())
     for name, part in tiny.parts(model):
         inside = set(part.modules())
@@ -186,8 +280,7 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
                 return Result(architecture, "wrong", where, len(counter.ran), len(layers))
     if not counter.ran:
         return Result(architecture, "not built", reason, 0, len(layers))
-    note = "compared with SDPA's masks, which eager attention misreads" if architecture in BROKEN_EAGER else ""
-    return Result(architecture, "exact", note, len(counter.ran), len(layers))
+    return Result(architecture, "exact", OWN_REFERENCE.get(architecture, ""), len(counter.ran), len(layers))
 
 
 def _problem(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: dict[str, Any]) -> str:
@@ -232,7 +325,7 @@ def _compare(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: 
         softmax = run(eager.get_submodule(part), inputs, None)
     for bias in (BIAS, "log_visible"):
         _set_bias(model, bias)
-        reference = EagerSigmoid(bias)
+        reference = EagerSigmoid(bias, bool(getattr(model.config, "sigmoid_normalize", False)))
         expected = run(eager.get_submodule(part), inputs, reference)
         if not reference.calls:
             raise Unusable("no eager attention")

@@ -36,6 +36,7 @@ SMALL = {
     r"^(n_group|topk_group|num_expert_group)$": 1,
     r"^(upsample_groups|conv_groups)$": WIDTH,
     r"^context_size$": 16,
+    r"^rotary_dim$": 4,
     r"^(index|qk)_head_dim$": 16,
     r"^num_queries$|^num_query_tokens$|^num_latents$": 6,
     r"^conv_dim$": 32,

@@ -56,7 +56,7 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
         result = call.softmax()
         exact, fitted = (_first_tensor(r) for r in (result, call.normalized(bias)))
         padding = is_padding(call.problem)
-        if padding is not None and exact.shape[:-1] == rows.lse.shape:
+        if padding is not None and exact.dim() == padding.dim() + 1:
             exact, fitted = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, fitted))
         b = bias(visible=rows.visible.unsqueeze(-1)).squeeze(-1).expand(rows.lse.shape)
         layers[call.name].update(rows, b, exact, fitted)

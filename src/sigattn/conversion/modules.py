@@ -69,15 +69,19 @@ class ModuleAdapter:
             findings = find_softmax(self.model, self.example)
         self._check_patterns(findings)
         self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
-        converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.outcome == "converted"]
+        converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.is_sigmoid]
         self.staying = [f for f in findings if f not in converted and f.called]
         if refused := [f for f in self.staying if f.attention and not self._kept(f.name)]:
+            advice = (
+                "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
+                "their softmax belongs to"
+                if self.example is None
+                else "Let them call F.softmax over keys once, or F.scaled_dot_product_attention (a flag such as "
+                'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
+            )
             raise ConversionError(
-                f"convert: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. "
-                "Let them use F.scaled_dot_product_attention (a flag such as fused_attn=True or "
-                'attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention. To keep their softmax, pass '
-                "their names, or patterns, as keep"
-                + (". Only the code was examined: pass example=(...)" if self.example is None else "")
+                f"convert: the softmax of these layers cannot be replaced: {listed(refused)}. {advice}. To keep their "
+                "softmax, pass their names, or patterns, as keep"
             )
         if self.fitted and (uncalled := [f for f in findings if not (f.called or self._kept(f.name))]):
             raise ConversionError(
@@ -155,7 +159,9 @@ class ModuleAdapter:
             return "kept"
         if not finding.called:
             return "not called"
-        return "converted" if finding.replaceable else "not attention"
+        if not finding.replaceable:
+            return "not attention"
+        return "materialised" if finding.call == SOFTMAX_NAME else "converted"
 
     def _kept(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)

@@ -28,15 +28,21 @@ class SoftmaxLayer:
     Attributes:
         name: name within the model ("" for the model itself). kind: name of its class before. call: the function that
             computed the softmax.
-        outcome: "converted" to sigmoid attention, or the reason for which it still computes a softmax: "kept" (by
-            ``keep`` or ``max_error``), "not attention", or "not called": its code can call the function, but the
-            example, which runs the layer, does not come to it.
+        outcome: "converted" to sigmoid attention, or "materialised": the layer writes its softmax out, and computes
+            sigmoid weights in its place, with the memory that it had; or the reason for which it still computes a
+            softmax: "kept" (by ``keep`` or ``max_error``), "not attention", or "not called": its code can call the
+            function, but the example, which runs the layer, does not come to it.
     """
 
     name: str
     kind: str
     call: str
-    outcome: Literal["converted", "kept", "not attention", "not called"]
+    outcome: Literal["converted", "materialised", "kept", "not attention", "not called"]
+
+    @property
+    def is_sigmoid(self) -> bool:
+        """True if it computes sigmoid attention now."""
+        return self.outcome in ("converted", "materialised")
 
 
 @dataclass(frozen=True)

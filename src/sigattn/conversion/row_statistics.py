@@ -44,10 +44,13 @@ def row_statistics(problem: Problem | WrittenSoftmax) -> RowStatistics:
     return RowStatistics(lse, visible.clamp(min=1).float(), counted)
 
 
-def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N)
-    """Return True for rows of padding, which key_lengths tell in self-attention; None if there are none."""
+def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N), or logits' dimensions but the last
+    """Return True for rows of padding, which key_lengths tell in self-attention; None if there are none.
+
+    Those of a softmax that is written out are the rows without visible keys, whose weights have no meaning.
+    """
     if isinstance(problem, WrittenSoftmax):
-        return None
+        return ~problem.visible.any(-1)
     n, lengths = problem.query.shape[2], problem.key_lengths
     if lengths is None or n != problem.key.shape[2]:
         return None

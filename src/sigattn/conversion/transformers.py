@@ -15,12 +15,13 @@ from sigattn.conversion.modules import check_patterns
 from sigattn.conversion.replacement import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
-from sigattn.integrations.transformers.check import dispatches
+from sigattn.integrations.transformers.check import KeptSoftmax, dispatches
+from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGURED, is_attention
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, restored
 from sigattn.integrations.transformers.selection import configurations, detach
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
 from sigattn.nn.observer import Attend, CallObserver
-from sigattn.nn.softmax_calls import listed
+from sigattn.nn.softmax_calls import MHA_NAME, SOFTMAX_NAME, listed
 from sigattn.nn.visible_keys import evaluate_bias
 
 
@@ -42,11 +43,12 @@ class TransformersAdapter:
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
+        inside = {m for root in self.roots for m in root.modules()}
+        self.names = {m: name for name, m in self.model.named_modules() if m in inside and is_attention(m)}
         for root in self.roots:
             _refuse_converted(root)
-            with _as_conversion_error(), _selected(root):
+            with _as_conversion_error(), self._kept(), _selected(root):
                 pass  # raises for layers that the choice does not reach
-        inside = {m for root in self.roots for m in root.modules()}
         if self.model not in inside:
             others = [f for f in find_softmax(self.model, self.run) if f.attention and f.module not in inside]
             if others:
@@ -54,21 +56,42 @@ class TransformersAdapter:
                     f"convert: {type(self.model).__name__} contains models of transformers and other attention "
                     f"({listed(others)}): convert its parts one by one"
                 )
-        self.names = {m: name for name, m in self.model.named_modules() if m in inside and dispatches(m)}
         if not self.names:
             raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
         check_patterns(self.keep, list(self.names.values()))
-        names = [n for n in self.names.values() if not any(fnmatch.fnmatchcase(n, pattern) for pattern in self.keep)]
+        names = [n for n in self.names.values() if not self._keeps(n)]
         self._set_outcomes(names)
         if not names:
             raise ConversionError(f"convert: keep={list(self.keep)} leaves no attention to convert")
         return names
 
+    def _keeps(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Within the context, layers that keep their softmax are marked, and the choice of "sigmoid" spares them."""
+        marked: list[Any] = [m for m, name in self.names.items() if self._keeps(name)]
+        for layer in marked:
+            layer.sigmoid_bias = KeptSoftmax()
+        try:
+            yield
+        finally:
+            for layer in marked:
+                del layer.sigmoid_bias
+
     def _set_outcomes(self, converted: Collection[str]) -> None:
-        self.softmax = tuple(
-            SoftmaxLayer(n, type(layer).__name__, "attention interface", "converted" if n in converted else "kept")
-            for layer, n in self.names.items()
-        )
+        layers = []
+        for layer, name in self.names.items():
+            outcome: Any = "converted"
+            if dispatches(layer):
+                call = "attention interface"
+            elif type(layer) is nn.MultiheadAttention:
+                call = MHA_NAME
+            else:
+                call, outcome = SOFTMAX_NAME, "materialised"
+            layers.append(SoftmaxLayer(name, type(layer).__name__, call, outcome if name in converted else "kept"))
+        self.softmax = tuple(layers)
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
@@ -85,7 +108,7 @@ class TransformersAdapter:
                 b = evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
                 return call.sigmoid(b, normalize=True)
 
-            if self.names[layer] in kept:
+            if self._keeps(self.names[layer]):
                 return call.softmax()
 
             result: Tensor = CallObserver(self.names[layer], attend).answer(
@@ -98,10 +121,14 @@ class TransformersAdapter:
             )
             return result
 
-        kept = {layer.name for layer in self.softmax if layer.outcome == "kept"}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._kept())
             for root in self.roots:
                 stack.enter_context(_selected(root))
+            outside = [m for m in self.names if isinstance(m, CONFIGURED)]
+            for layer in outside:
+                vars(layer)["sigmoid_bias"] = CallObserver(self.names[layer], attend)
+            stack.callback(lambda: [vars(layer).pop("sigmoid_bias") for layer in outside])
             with interface.observed_by(answer):
                 yield
 
@@ -119,7 +146,7 @@ class TransformersAdapter:
         learned: dict[Any, Any] = {}
         for module, name in self.names.items():
             if name not in biases:
-                learned[module] = learned_bias.KeptSoftmax()
+                learned[module] = KeptSoftmax()
             elif _setting(biases[name]) is None:
                 learned[module] = biases[name]
         with restored([config for root in self.roots for config in configurations(root)]), _as_conversion_error():
@@ -140,7 +167,7 @@ class TransformersAdapter:
                     root.set_attn_implementation(NAME)
             except BaseException:
                 for layer in learned:
-                    layer._modules.pop(learned_bias.ATTRIBUTE, None)
+                    layer._modules.pop(ATTRIBUTE, None)
                 raise
 
 
@@ -166,7 +193,7 @@ def interface_reaches_all(model: nn.Module) -> bool:
         except ValueError:
             return False
     inside = {m for root in roots for m in root.modules()}
-    return all(f.module in inside for f in find_softmax(model) if f.attention) and any(map(dispatches, inside))
+    return all(f.module in inside for f in find_softmax(model) if f.attention) and any(map(is_attention, inside))
 
 
 def _setting(bias: AttentionBias | None) -> float | str | None:
@@ -199,7 +226,7 @@ def _refuse_converted(root: PreTrainedModel) -> None:
 def _refuse_tied(root: PreTrainedModel) -> None:
     """Raise if transformers ties the weights of attention layers: it would tie their biases, too."""
     for name, source in root.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if f".{learned_bias.ATTRIBUTE}." in f".{name}":
+        if f".{ATTRIBUTE}." in f".{name}":
             raise ConversionError(
                 f"convert: attention layers of {type(root).__name__} share their weights ({name} is tied to {source}), "
                 "and would have to share one bias: conversion is not supported"

@@ -48,6 +48,10 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
             if added_row is not None:
                 nn.init.xavier_normal_(added_row)
 
+    def attention_settings(self) -> tuple[AttentionBias | CallObserver | None, bool]:
+        """Return the bias and ``normalize`` of a call."""
+        return self.sigmoid_bias, self.sigmoid_normalize
+
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
         sizes = f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
@@ -69,8 +73,7 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         out, weights = multi_head_attention_forward(
-            self.sigmoid_bias,
-            self.sigmoid_normalize,
+            *self.attention_settings(),
             query,
             key,
             value,

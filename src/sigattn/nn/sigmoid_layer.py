@@ -42,13 +42,14 @@ class SigmoidLayer(nn.Module):
     """
 
     softmax_class: type[nn.Module]
+    mixin: type[SigmoidLayer]
     attention_methods: tuple[str, ...]  # methods other than forward that call attention functions
     sigmoid_bias: AttentionBias | None
     sigmoid_normalize: bool = False
     softmax_allowed: bool = False
     writes_softmax: bool = False
 
-    def attention_settings(self) -> tuple[AttentionBias | CallObserver | float | None, bool]:
+    def attention_settings(self) -> tuple[AttentionBias | CallObserver | None, bool]:
         """Return the bias and ``normalize`` of a call."""
         return self.sigmoid_bias, self.sigmoid_normalize
 
@@ -76,7 +77,7 @@ class SigmoidLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the layer by its original class, because this class is made at run time."""
-        return _rebuild, (self.softmax_class,), self.__getstate__()
+        return _rebuild, (self.softmax_class, self.mixin), self.__getstate__()
 
 
 CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
@@ -91,12 +92,17 @@ class _UnfusedMultihead:
 
 
 @functools.cache
-def sigmoid_class(kind: Any) -> type[nn.Module]:
+def sigmoid_class(kind: Any, mixin: Any = SigmoidLayer) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes sigmoid attention."""
-    bases = (SigmoidLayer, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (SigmoidLayer, kind)
+    bases = (mixin, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (mixin, kind)
     methods = calling_methods(kind)
     members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in methods}
-    members |= {"softmax_class": kind, "attention_methods": tuple(methods), "__module__": kind.__module__}
+    members |= {
+        "softmax_class": kind,
+        "mixin": mixin,
+        "attention_methods": tuple(methods),
+        "__module__": kind.__module__,
+    }
     return type(f"Sigmoid{kind.__name__}", bases, members)
 
 
@@ -126,9 +132,9 @@ _OWN_BACKWARD = {checkpoint.__file__, torch.autograd.function.__file__}
 _ENTRIES = {SigmoidLayer.forward.__code__, _in_sigmoid_mode(SigmoidLayer.forward).__code__}
 
 
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
+def _rebuild(kind: type[nn.Module], mixin: Any) -> nn.Module:
     layer_class: Any = kind
-    sigmoid_layer_class = sigmoid_class(layer_class)
+    sigmoid_layer_class = sigmoid_class(layer_class, mixin)
     return sigmoid_layer_class.__new__(sigmoid_layer_class)
 
 
@@ -212,14 +218,15 @@ class _SigmoidMode(TorchFunctionMode):
 
 def sigmoid_weights(layer: SigmoidLayer, call: WrittenSoftmax) -> Tensor:
     """Return the weights that a layer gets in the place of a softmax that it writes out, (..., M)."""
-    if not torch.compiler.is_compiling() and has_torch_function_unary(call.logits):  # modes that observe a model
-        return handle_torch_function(sigmoid_weights, (call.logits,), layer, call)  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling() and has_torch_function_unary(call.logits):  # a mode observes the model
+        weights: Tensor = handle_torch_function(sigmoid_weights, (call.logits,), layer, call)
+        return weights
     bias, normalize = layer.attention_settings()
     return bias.answer_written(call) if isinstance(bias, CallObserver) else call.weights(bias, normalize)
 
 
 def sigmoid_sdpa(
-    sigmoid_bias: AttentionBias | CallObserver | float | None,
+    sigmoid_bias: AttentionBias | CallObserver | None,
     normalize: bool,
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""Sigmoid weights in the place of a softmax that a layer writes out: a function of its logits, which masks are added to.
+"""Sigmoid weights in the place of a softmax that a layer writes out: a function of its logits with their masks.
 
 A logit of ``HIDDEN_BELOW`` or less is masked, and its weight exactly 0: masks add -inf, the smallest number, -1e9 or
 -1e4. A mask of -100, as in Swin, is a logit like others, as it is for softmax.
@@ -41,7 +41,7 @@ class WrittenSoftmax(NamedTuple):
         """Number of visible keys of each row, at least 1, (..., 1), float32."""
         return self.visible.sum(-1, keepdim=True).clamp(min=1).float()
 
-    def weights(self, bias: AttentionBias | float | None, normalize: bool) -> Tensor:
+    def weights(self, bias: AttentionBias | None, normalize: bool) -> Tensor:
         """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
 
         Args:
@@ -56,9 +56,9 @@ class WrittenSoftmax(NamedTuple):
         logits = self.logits.to(wide).masked_fill(~visible, 0) + self._evaluate(bias)
         return reference.weights_of(logits, visible, "sigmoid", normalize).to(self.dtype)
 
-    def _evaluate(self, bias: AttentionBias | float | None) -> float | Tensor:
-        if not isinstance(bias, AttentionBias):
-            return log_length_bias(self.num_visible) if bias is None else bias
+    def _evaluate(self, bias: AttentionBias | None) -> float | Tensor:
+        if bias is None:
+            return log_length_bias(self.num_visible)
         shape = self.logits.shape
         rows = shape[-2] if len(shape) > 1 else 1
         count = self.num_visible

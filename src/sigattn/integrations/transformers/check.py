@@ -8,7 +8,7 @@ layers does not count.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,12 +22,14 @@ from sigattn.nn.sigmoid_layer import CONVERTED
 from sigattn.nn.softmax_calls import (
     ATTENTION_NAMES,
     INTERFACE_NAME,
-    MHA_NAME,
-    SDPA_NAME,
     SOFTMAX_MODULES,
     SOFTMAX_NAMES,
     named_as_attention,
 )
+
+
+class KeptSoftmax(nn.Module):
+    """Mark of a layer that computes softmax attention in a model whose other layers compute sigmoid attention."""
 
 
 def unsupported_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,37 +41,10 @@ def unsupported_layers(model: nn.Module) -> dict[str, nn.Module]:
     return dict(_unsupported_layers(model, "", None, set()))
 
 
-def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
-    """Return the name of a table of attention classes in the model's module that has no entry for sigmoid, if any."""
-    for name, table in vars(sys.modules.get(model_class.__module__, object())).items():
-        if isinstance(table, dict) and "eager" in table and NAME not in table and isinstance(table["eager"], type):
-            return name
-    return None
-
-
-def advice(model_class: type[PreTrainedModel], layers: Mapping[str, nn.Module]) -> str:
-    """Return what can be done with a model whose attention "sigmoid" does not reach, a sentence for a message.
-
-    Args:
-        model_class: class of the model. layers: the attention layers that are not reached, by name; empty for all.
-    """
-    stuck = [name for name, layer in layers.items() if not (_calls_pytorch(type(layer)) or dispatches(layer))]
-    if layers and not stuck and not any(map(dispatches, layers.values())):
-        converted = ", ".join(f"sigattn.convert(model.get_submodule({name!r}))" for name in layers)
-        return f'Build the model without it, and call {converted} and model.set_attn_implementation("{NAME}")'
-    kinds = [k for k in vars(sys.modules[model_class.__module__]).values() if isinstance(k, type)]
-    if not (model_class._supports_sdpa or any(issubclass(k, nn.Module) and _calls_pytorch(k) for k in kinds)):
-        return "Its layers compute their softmax themselves, where nothing can replace it: use another model"
-    allowed = f", keep={stuck}" if stuck else ""
-    return (
-        f"Build the model without it, and call sigattn.convert(model, example=example{allowed}) with arguments of its "
-        "forward, which names the layers that it cannot convert"
-    )
-
-
-def _calls_pytorch(kind: Any) -> bool:
-    """Return True if a class of layers calls PyTorch's attention functions, which ``sigattn.convert`` replaces."""
-    return issubclass(kind, nn.MultiheadAttention) or bool(calls_of_class(kind) & {SDPA_NAME, MHA_NAME})
+def fixed_choices(model_class: type[PreTrainedModel]) -> list[dict[str, Any]]:
+    """Return the tables of attention classes in the model's module that have no entry for sigmoid."""
+    tables = [t for t in vars(sys.modules.get(model_class.__module__, object())).values() if isinstance(t, dict)]
+    return [t for t in tables if isinstance(t.get("eager"), type) and NAME not in t]
 
 
 def _unsupported_layers(
@@ -105,7 +80,9 @@ def _has_attention(model: nn.Module) -> bool:
 
 
 def computes_softmax(layer: nn.Module) -> bool:
-    """Return True if ``layer`` is an attention layer that computes its softmax itself."""
+    """Return True if ``layer`` is an attention layer that computes its softmax itself, and is not to keep it."""
+    if isinstance(getattr(layer, "sigmoid_bias", None), KeptSoftmax):
+        return False
     if type(layer).forward is nn.MultiheadAttention.forward:
         return True
     if isinstance(layer, (PreTrainedModel, *CONVERTED)) or not named_as_attention(layer):

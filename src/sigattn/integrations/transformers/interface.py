@@ -9,22 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from sigattn.integrations.transformers.learned_bias import ATTRIBUTE, KeptSoftmax
+from sigattn.integrations.transformers.check import KeptSoftmax
+from sigattn.integrations.transformers.configured import ATTRIBUTE, error_of, layer_bias, normalizes
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import (
     LOG_VISIBLE,
     NAME,
     NORMALIZE,
     Bias,
-    default_bias,
     set_default_bias,
     validate_bias,
     wrap_saving,
 )
-from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
+from sigattn.integrations.transformers.selection import wrap_selection
+from sigattn.nn.bias import AttentionBias
 from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
@@ -172,10 +173,10 @@ def attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     _check_kwargs(module, kwargs, attention_mask, num_keys)
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
-        raise _error(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
+        raise error_of(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     plain = is_plain_causal(attention_mask)
     if attention_mask is None and is_causal and num_queries > 1:
-        raise _error(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
+        raise error_of(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
     causal = plain and num_queries > 1
     mask, limits = attention_mask, _visible_by_kwargs(module, query, key, kwargs)
     if causal and position_bias is None and limits is None:  # cut off a static cache's empty end
@@ -185,8 +186,8 @@ def attention(
     scaling = float(scaling) if isinstance(scaling, int) else scaling  # 1 in Dia
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
     if (name := next((n for n in _SINKS if kwargs.get(n) is not None), None)) is not None:
-        if not (_observers or _normalizes(module) or isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax)):
-            raise _error(module, f"{name}: an attention sink acts by the sum of a row: set config.{NORMALIZE} = True")
+        if not (_observers or normalizes(module) or isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax)):
+            raise error_of(module, f"{name}: an attention sink acts by the sum of a row: set config.{NORMALIZE} = True")
         call = _with_sink(call, kwargs[name])
     out = _observers[-1](module, call) if _observers else _sigmoid(module, call)
     return out.transpose(1, 2).contiguous(), None
@@ -207,18 +208,14 @@ def _with_sink(call: Call, logits: Tensor) -> Call:
     return call._replace(key=key, value=value, mask=mask, causal=False)
 
 
-def _error(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(f'{type(module).__name__} with attn_implementation="{NAME}": {reason}')
-
-
 def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, num_keys: int) -> None:
     for name, value in kwargs.items():
         if name in _WITHOUT_EFFECT or name in _SUPPORTED or value is None or value is False:
             continue
-        raise _error(module, f"{name}: {_UNSUPPORTED.get(name, 'an unknown keyword, which may change the result')}")
+        raise error_of(module, f"{name}: {_UNSUPPORTED.get(name, 'an unknown keyword, which may change the result')}")
     window = kwargs.get("sliding_window")
     if mask is None and window is not None and window < num_keys:
-        raise _error(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
+        raise error_of(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
 
 
 def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -227,7 +224,7 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
     cu_q, cu_k, indices = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), kwargs.get("indices")
     if cu_q is not None or cu_k is not None:
         if cu_q is None or cu_k is None or query.shape[0] != 1:
-            raise _error(
+            raise error_of(
                 module, f"cu_seq_lens_q and cu_seq_lens_k are for a batch of one row, got shape {tuple(query.shape)}"
             )
         limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
@@ -238,48 +235,18 @@ def _sigmoid(module: nn.Module, call: Call) -> Tensor:
     """Return the layer's output, (B, Hq, N, Dv): of sigmoid attention, or of softmax where it was kept."""
     if isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax):
         return call.softmax()
-    return call.sigmoid(_bias(module, call), _normalizes(module))
+    return call.sigmoid(_bias(module, call), normalizes(module))
 
 
 def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
     """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
-    bias, learned = _configured_bias(module), getattr(module, ATTRIBUTE, None)
+    bias = layer_bias(module)
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
-    if learned is not None and isinstance(bias, dict):
-        return evaluate_bias(learned, call.query, num_keys, call.mask, is_causal=call.causal)
-    if learned is not None or isinstance(bias, dict):
-        other = "lists learned biases" if learned is None else f"is {bias!r}"
-        raise _error(
-            module, f"config.sigmoid_bias {other}, but this layer has {'none' if learned is None else 'a learned bias'}"
-        )
-    if not isinstance(bias, str):
-        return float(bias)
+    if isinstance(bias, AttentionBias):
+        return evaluate_bias(bias, call.query, num_keys, call.mask, is_causal=call.causal)
+    if bias is not None:
+        return bias
     if call.mask is None and not call.causal:
         return None
     window = combine_window(None, call.causal)
     return log_length_bias(visible_per_query(call.mask, num_queries, num_keys, window, call.query.device))
-
-
-def _normalizes(module: nn.Module) -> bool:
-    """Return ``sigmoid_normalize`` of the innermost configuration around a layer that has one, or False."""
-    for config in _configs(module):
-        if (normalize := getattr(config, NORMALIZE, None)) is not None:
-            if not isinstance(normalize, bool):
-                raise _error(module, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
-            return normalize
-    return False
-
-
-def _configs(module: nn.Module) -> tuple[PretrainedConfig | None, ...]:
-    innermost: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
-    configs: tuple[PretrainedConfig | None, ...] = getattr(module, CONFIGS, innermost)
-    return configs
-
-
-def _configured_bias(module: nn.Module) -> Bias | dict[str, Any]:
-    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the model's default."""
-    configs = _configs(module)
-    for config in configs:
-        if (bias := getattr(config, "sigmoid_bias", None)) is not None:
-            return bias if isinstance(bias, dict) else validate_bias(bias)
-    return default_bias(configs)

@@ -21,15 +21,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sigattn.integrations.transformers.check import dispatches, sub_configs
+from sigattn.integrations.transformers.check import KeptSoftmax, sub_configs
+from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
-ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: the record
 Record = dict[str, dict[str, Any]]
-
-
-class KeptSoftmax(nn.Module):
-    """Mark of a layer that computes softmax attention in a model whose other layers compute sigmoid attention."""
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, KeptSoftmax)}
@@ -66,7 +62,7 @@ def _layers_with_bias(
     if isinstance(module, PreTrainedModel) and module.config is not owner.config and id(module.config) in saved:
         owner, path = module, ""
     bias = getattr(module, ATTRIBUTE, None)
-    if isinstance(bias, nn.Module) and dispatches(module):
+    if isinstance(bias, nn.Module) and is_attention(module):
         yield owner, path, bias
     for name, child in module.named_children():
         yield from _layers_with_bias(child, owner, f"{path}.{name}" if path else name, saved, seen)
@@ -119,7 +115,7 @@ def attach(model: PreTrainedModel) -> None:
         return
     for name, layer in model.named_modules():
         entry = record.get(name, record.get(_base_name(model, name)))
-        if entry is not None and dispatches(layer) and not hasattr(layer, ATTRIBUTE):
+        if entry is not None and is_attention(layer) and not hasattr(layer, ATTRIBUTE):
             layer.sigmoid_bias = create(entry)
             model._keep_in_fp32_modules_strict.add(ATTRIBUTE)
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 _MARK = "sigattn_causal"
+ADDED = "_sigattn_added_masks"  # attribute of configurations: True if layers add their masks to the logits
 
 
 def sigmoid_mask(
@@ -33,10 +34,19 @@ def sigmoid_mask(
 ) -> Tensor | None:  # (B, 1, N, M)
     """Return a boolean mask, True where a key is visible, or None if all keys are.
 
+    It is one of numbers, as for transformers' eager attention, where a layer of the configuration adds it to logits.
     The arguments are those of ``transformers.masking_utils.sdpa_mask``. ``allow_is_causal_skip`` says that
     ``mask_function`` hides nothing beyond causality and a window (or chunk) of ``local_size`` keys. A plain causal mask
     is marked, see ``is_plain_causal``; it takes N·M bytes whatever the batch size.
     """
+    if getattr(kwargs.get("config"), ADDED, False):
+        added: Tensor | None = eager_mask(
+            *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
+            local_size=local_size,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            **kwargs,
+        )
+        return added
     skippable = allow_is_causal_skip and not _tracing(attention_mask) and (local_size is None or kv_length < local_size)
     if skippable and isinstance(q_offset, int):
         if q_offset == kv_offset == 0 and _all_visible(attention_mask, 0, min(q_length, kv_length)):

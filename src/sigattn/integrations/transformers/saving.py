@@ -18,6 +18,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sigattn.integrations.transformers.mask import ADDED
+
 NAME = "sigmoid"
 LOG_VISIBLE = "log_visible"
 NORMALIZE = "sigmoid_normalize"  # attribute of configurations: True divides the weights of each row by their sum
@@ -96,6 +98,7 @@ def _recording(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dic
     def to_dict(self: Any) -> dict[str, Any]:
         output = original(self)
         output.pop(_DEFAULT, None)
+        output.pop(ADDED, None)
         implementation = _implementation(self)
         if implementation == NAME:
             _record_biases(self, output)

@@ -7,19 +7,29 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
-from sigattn.integrations.transformers.check import advice, fixed_choices, sub_configs, unsupported_layers
+from sigattn.integrations.transformers.check import fixed_choices, sub_configs, unsupported_layers
+from sigattn.integrations.transformers.configured import (
+    CONFIGS,
+    CONFIGURED,
+    needs_numbers,
+    reason_against,
+    replace_class,
+    restore_class,
+)
+from sigattn.integrations.transformers.mask import ADDED
 from sigattn.integrations.transformers.saving import NAME, NORMALIZE, keep_default_bias, restored
 from sigattn.nn import fitted_bias
 
-CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
+_choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", default=False)
 
 
 def wrap_selection() -> None:
@@ -30,21 +40,36 @@ def wrap_selection() -> None:
         "set_attn_implementation": _set_attn_implementation,
         "save_pretrained": _save_pretrained,
         "_initialize_weights": _initialize_weights,
+        "_can_set_attn_implementation": _can_set_attn_implementation,
     }
     for name, wrap in wrappers.items():
-        original = getattr(PreTrainedModel, name)
+        original = vars(PreTrainedModel)[name]
+        original = getattr(original, "__func__", original)  # of a class method
         if not hasattr(original, "sigattn"):
             wrapped: Any = functools.wraps(original)(wrap(original))
             wrapped.sigattn = True
-            setattr(PreTrainedModel, name, wrapped)
+            setattr(PreTrainedModel, name, classmethod(wrapped) if name in _CLASS_METHODS else wrapped)
+
+
+_CLASS_METHODS = {"_can_set_attn_implementation"}
+
+
+def _can_set_attn_implementation(original: Any) -> Any:
+    """Let a choice of "sigmoid", and another one after it, reach models that do not use the attention interface."""
+
+    def wrapped(cls: type[PreTrainedModel]) -> bool:
+        return _choosing.get() or bool(original(cls))
+
+    return wrapped
 
 
 def _get_correct_attn_implementation(original: Any) -> Any:
-    """Raise for "sigmoid" before a model is built, if its code does not use the attention interface."""
+    """Let "sigmoid" choose the eager layers of a model whose code has a table of classes."""
 
     def wrapped(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME:
-            _require_interface(type(self))
+            for table in fixed_choices(type(self)):
+                table[NAME] = table["eager"]
         implementation: str = original(self, requested_attention, *args, **kwargs)
         return implementation
 
@@ -67,14 +92,20 @@ def _set_attn_implementation(original: Any) -> Any:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
 
     def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not _selects_sigmoid(attn_implementation):
-            original(self, attn_implementation, *args, **kwargs)
-            return
-        if attn_implementation == NAME:
-            _require_interface(type(self))
-        with restored(configurations(self)):
-            original(self, attn_implementation, *args, **kwargs)
-            _verify_and_attach(self)
+        chooses, before = (
+            _selects_sigmoid(attn_implementation),
+            [m for m in self.modules() if isinstance(m, CONFIGURED)],
+        )
+        token = _choosing.set(chooses or bool(before))
+        try:
+            with restored(configurations(self)):
+                original(self, attn_implementation, *args, **kwargs)
+                if chooses:
+                    _verify_and_attach(self)
+                else:
+                    _replace_classes(self, None)
+        finally:
+            _choosing.reset(token)
 
     return wrapped
 
@@ -135,17 +166,18 @@ def configurations(model: nn.Module) -> list[PretrainedConfig]:
     return list(by_id.values())
 
 
-def _require_interface(model_class: type[PreTrainedModel]) -> None:
-    if not model_class._can_set_attn_implementation():
-        reason = "does not use transformers' attention interface"
-    elif table := fixed_choices(model_class):
-        reason = f"chooses its attention from {table}, which lacks registered implementations"
-    else:
-        return
-    raise ValueError(
-        f'{model_class.__name__} {reason}: attn_implementation="{NAME}" would be ignored and softmax used. '
-        f"{advice(model_class, {})}"
-    )
+def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.Module]:
+    """Replace the classes of layers outside of the interface where "sigmoid" is chosen, and restore others.
+
+    Returns:
+        The layers whose classes it replaced.
+    """
+    if isinstance(module, PreTrainedModel):
+        implementation = module.config._attn_implementation
+    if implementation != NAME:
+        restore_class(module)
+    replaced = [module] if implementation == NAME and replace_class(module) else []
+    return replaced + [m for child in module.children() for m in _replace_classes(child, implementation)]
 
 
 def _verify_and_attach(model: PreTrainedModel) -> None:
@@ -154,15 +186,36 @@ def _verify_and_attach(model: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the layers that would stay softmax.
     """
+    replaced = _replace_classes(model, None)
     if stay := unsupported_layers(model):
-        shown = ", ".join(f"{name} ({type(layer).__name__})" for name, layer in [*stay.items()][:4])
+        for layer in replaced:
+            restore_class(layer)
+        shown = ", ".join(f"{name} ({_described(layer)})" for name, layer in [*stay.items()][:4])
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
-            f"silently use softmax: {shown}{more}. {advice(type(model), stay)}"
-            + (_CHOOSE_PARTS if _in_parts(model, stay) else "")
+            f"silently use softmax: {shown}{more}. {_advice(stay)}" + (_CHOOSE_PARTS if _in_parts(model, stay) else "")
         )
+    for config in configurations(model):
+        vars(config).pop(ADDED, None)
     _attach(model, ())
+
+
+def _advice(layers: Mapping[str, nn.Module]) -> str:
+    """Return what can be done with a model whose attention "sigmoid" does not reach in some layers."""
+    known = all(
+        isinstance(m, PreTrainedModel) or type(m).__module__.startswith("transformers.") for m in layers.values()
+    )
+    arguments = f"batches, keep={list(layers)}" if known else "example=example"
+    return f"Build the model without it, and call sigattn.convert(model, {arguments}): " + (
+        "these layers keep their softmax" if known else "it is run once with these arguments of its forward"
+    )
+
+
+def _described(layer: nn.Module) -> str:
+    """Return the class of a layer, and why it cannot compute sigmoid attention."""
+    reason = None if isinstance(layer, PreTrainedModel) else reason_against(layer)
+    return type(layer).__name__ + (f": {reason}" if reason else "")
 
 
 _CHOOSE_PARTS = '; or choose implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
@@ -175,7 +228,9 @@ def _in_parts(model: PreTrainedModel, names: Iterable[str]) -> bool:
     return all(any(name.startswith(f"{part}.") for part in chosen) for name in names)
 
 
-def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:
+def _attach(
+    module: nn.Module, configs: tuple[PretrainedConfig, ...], around: tuple[PretrainedConfig, ...] = ()
+) -> None:
     """Set on each layer the configurations around it, from which ``sigmoid_bias`` is read at each call.
 
     A configuration of the same type as one around it is a copy that the model made for a part (an encoder, say); its
@@ -184,19 +239,24 @@ def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:
     config = getattr(module, "config", None)
     if isinstance(config, PretrainedConfig):
         keep_default_bias(config)
+        around = (*around, config)
         if not any(type(config) is type(c) for c in configs):
             configs = (config, *configs)
     if isinstance(module, PreTrainedModel) and _refuse_weights not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     setattr(module, CONFIGS, configs)
+    if needs_numbers(module):
+        for each in around:
+            setattr(each, ADDED, True)
     for child in module.children():
-        _attach(child, configs)
+        _attach(child, configs, around)
 
 
 def detach(model: nn.Module) -> None:
     """Remove what the choice of "sigmoid" has attached to a model, so that it can be pickled without this package."""
     for module in model.modules():
         vars(module).pop(CONFIGS, None)
+        restore_class(module)
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _refuse_weights:
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]

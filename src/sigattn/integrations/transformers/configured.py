@@ -1,0 +1,166 @@
+"""Attention layers outside of transformers' attention interface, whose class is replaced where "sigmoid" is chosen.
+
+Such a layer writes its softmax out, or calls a function of PyTorch. It gets a subclass of its class, within whose
+forward that softmax is replaced by sigmoid weights of the same logits (``sigattn.nn.sigmoid_layer``). Bias and
+``sigmoid_normalize`` are those of the configuration, as for layers that use the interface.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from sigattn.integrations.transformers.check import KeptSoftmax, computes_softmax, dispatches
+from sigattn.integrations.transformers.saving import NAME, NORMALIZE, Bias, default_bias, validate_bias
+from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
+from sigattn.nn.multihead import SigmoidMultiheadAttention
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
+
+ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: the record
+CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
+_REFUSED = {
+    "AutoformerAttention": "it weights delays of a series, not keys",
+    "BigBirdBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
+    "BigBirdPegasusBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
+    "ConvBertSelfAttention": "it mixes attention with a convolution, whose kernel is a softmax, too",
+    "DisentangledSelfAttention": "its softmax has a derivative of its own",
+    "GroupViTAssignAttention": "it assigns each key to one group",
+    "IBertSelfAttention": "its softmax is computed with integers",
+    "MobileViTV2LinearSelfAttention": "it is linear attention",
+    "NystromformerSelfAttention": "it approximates a softmax by a product of three",
+    "SwiftFormerEfficientAdditiveAttention": "it is additive attention without keys",
+}
+_EXTEND_MASKS = {"DeepseekV4Attention"}  # layers of the interface that append numbers to the mask
+_SAMPLED = "DeformableAttention"  # end of names
+
+
+class ConfiguredLayer(SigmoidLayer):
+    """Mixin of a layer's class: sigmoid attention with the bias of the model's configuration."""
+
+    writes_softmax = True
+
+    def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
+        """Return the bias and ``normalize`` of a call."""
+        return _settings(self)
+
+    def extra_repr(self) -> str:
+        """Return the settings of the layer's own class."""
+        return nn.Module.extra_repr(self) if self.softmax_class is nn.Module else self.softmax_class.extra_repr(self)
+
+
+class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
+    """``nn.MultiheadAttention`` with sigmoid attention with the bias of the model's configuration."""
+
+    softmax_class: type[nn.Module] = nn.MultiheadAttention
+
+    def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
+        """Return the bias and ``normalize`` of a call."""
+        return _settings(self)
+
+    def extra_repr(self) -> str:
+        """Return the settings that no submodule shows."""
+        return f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+CONFIGURED = (ConfiguredLayer, ConfiguredMultiheadAttention)
+
+
+def is_attention(layer: nn.Module) -> bool:
+    """Return True for an attention layer, of the interface or outside of it."""
+    kept = isinstance(getattr(layer, ATTRIBUTE, None), KeptSoftmax)
+    return kept or isinstance(layer, CONFIGURED) or dispatches(layer) or computes_softmax(layer)
+
+
+def reason_against(layer: nn.Module) -> str | None:
+    """Return why the class of a softmax attention layer cannot be replaced, or None."""
+    kind = type(layer)
+    if kind is nn.MultiheadAttention:
+        return None
+    if kind.__module__.partition(".")[0] != "transformers":
+        return "only layers of transformers itself are known to compute one softmax, over keys"
+    if kind.__name__.endswith(_SAMPLED):
+        return "its weights are those of sampled points, not of keys"
+    return _REFUSED.get(kind.__name__)
+
+
+def needs_numbers(layer: nn.Module) -> bool:
+    """Return True for a layer that adds the model's mask to its logits, or appends numbers to it."""
+    return isinstance(layer, ConfiguredLayer) or type(layer).__name__ in _EXTEND_MASKS
+
+
+def replace_class(layer: Any) -> bool:
+    """Give a softmax attention layer the class that computes sigmoid attention, if there is one; return True then."""
+    if not computes_softmax(layer) or reason_against(layer) is not None:
+        return False
+    kind: Any = type(layer)
+    is_plain = kind is nn.MultiheadAttention
+    sigmoid: Any = ConfiguredMultiheadAttention if is_plain else sigmoid_class(kind, ConfiguredLayer)
+    layer.__class__ = sigmoid
+    return True
+
+
+def restore_class(layer: Any) -> None:
+    """Give a layer its softmax class again."""
+    if isinstance(layer, CONFIGURED):
+        kind: Any = layer.softmax_class
+        layer.__class__ = kind
+
+
+def layer_bias(layer: Any) -> AttentionBias | float | None:
+    """Return b of a layer: learned, a number, or None for -log of the keys that each query sees."""
+    bias, learned = _configured_bias(layer), getattr(layer, ATTRIBUTE, None)
+    if learned is not None and isinstance(bias, dict):
+        return learned
+    if learned is not None or isinstance(bias, dict):
+        other = "lists learned biases" if learned is None else f"is {bias!r}"
+        raise error_of(
+            layer, f"config.sigmoid_bias {other}, but this layer has {'none' if learned is None else 'a learned bias'}"
+        )
+    return None if isinstance(bias, str) else float(bias)
+
+
+def normalizes(layer: nn.Module) -> bool:
+    """Return ``sigmoid_normalize`` of the innermost configuration around a layer that has one, or False."""
+    for config in _configs(layer):
+        if (normalize := getattr(config, NORMALIZE, None)) is not None:
+            if not isinstance(normalize, bool):
+                raise error_of(layer, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
+            return normalize
+    return False
+
+
+def error_of(layer: nn.Module, reason: str) -> ValueError:
+    """Return an error that names a layer."""
+    return ValueError(f'{type(layer).__name__} with attn_implementation="{NAME}": {reason}')
+
+
+def _settings(layer: nn.Module) -> tuple[AttentionBias | CallObserver, bool]:
+    observer = vars(layer).get(ATTRIBUTE)
+    if isinstance(observer, CallObserver):
+        return observer, True
+    bias = layer_bias(layer)
+    return bias if isinstance(bias, AttentionBias) else _rule(bias), normalizes(layer)
+
+
+@functools.cache
+def _rule(bias: float | None) -> AttentionBias:
+    return VisibleKeysBias() if bias is None else ConstantBias(bias)
+
+
+def _configs(layer: nn.Module) -> tuple[PretrainedConfig | None, ...]:
+    innermost: tuple[PretrainedConfig | None, ...] = (getattr(layer, "config", None),)
+    configs: tuple[PretrainedConfig | None, ...] = getattr(layer, CONFIGS, innermost)
+    return configs
+
+
+def _configured_bias(layer: nn.Module) -> Bias | dict[str, Any]:
+    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the model's default."""
+    configs = _configs(layer)
+    for config in configs:
+        if (bias := getattr(config, "sigmoid_bias", None)) is not None:
+            return bias if isinstance(bias, dict) else validate_bias(bias)
+    return default_bias(configs)

@@ -1,0 +1,190 @@
+"""Layers that write their softmax out: sigmoid weights of the same logits, compared with the formula in float64."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sigattn import convert, restore
+from sigattn.conversion import ConversionError
+
+
+class Attention(nn.Module):
+    """Attention whose weights are a function of its logits."""
+
+    def __init__(self, softmax=None, width=16, heads=2):
+        super().__init__()
+        self.heads, self.softmax = heads, softmax
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def weights(self, logits):
+        return F.softmax(logits, dim=-1) if self.softmax is None else self.softmax(logits)
+
+    def forward(self, x, mask=None):
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        logits = query @ key.mT / query.shape[-1] ** 0.5
+        weights = self.weights(logits if mask is None else logits + mask)
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+class Merged(Attention):
+    """With samples and heads in one dimension."""
+
+    def weights(self, logits):
+        return torch.bmm(super().weights(logits.flatten(0, 1)), torch.eye(logits.shape[-1]).to(logits).expand(
+            logits.shape[0] * logits.shape[1], -1, -1
+        )).view(logits.shape)
+
+
+def formula(layer, x, mask=None, bias=None, normalize=True):
+    """Return the layer's output in float64, with σ(logits + b), 0 where masked, and b = -log of the visible keys."""
+    layer, x = copy.deepcopy(layer).double(), x.double()
+
+    def weights(logits):
+        visible = logits > -1000
+        b = -visible.sum(-1, keepdim=True).clamp(min=1).log() if bias is None else bias
+        weights = torch.where(visible, torch.sigmoid(logits + b), 0.0)
+        return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) if normalize else weights
+
+    layer.weights = weights
+    return layer(x, None if mask is None else mask.double())
+
+
+def hidden(value):
+    """Return a mask that hides keys 3 and 4 of sample 0, and all keys of its last query."""
+    mask = torch.zeros(2, 1, 6, 6)
+    mask[0, :, :, 3:5] = value
+    mask[0, :, -1] = value
+    return mask
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_masks_of_every_kind_hide(value, normalize):
+    layer, x = Attention(), torch.randn(2, 6, 16)
+    expected = formula(layer, x, hidden(value), normalize=normalize)
+    report = convert(layer, example=(x, hidden(value)), normalize=normalize)
+    assert [(s.outcome, s.call) for s in report.softmax] == [("materialised", "softmax")]
+    torch.testing.assert_close(layer(x, hidden(value)).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        lambda s: F.softmax(s, dim=-1, dtype=torch.float64).to(s),
+        lambda s: torch.softmax(s, 3),
+        lambda s: s.softmax(dim=3),
+        nn.Softmax(dim=-1),
+        lambda s: F.softmax(input=s.flatten(0, 1), dim=2).view(s.shape),
+    ],
+)
+def test_every_way_to_call_softmax(softmax):
+    layer, x = Attention(), torch.randn(2, 6, 16)
+    expected = formula(layer, x, bias=-2.0)
+    layer.softmax = softmax
+    convert(layer, example=(x,), bias=-2.0)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_dtypes_and_copies():
+    layer, x = Attention(), torch.randn(2, 6, 16)
+    reference = copy.deepcopy(layer).double()
+    formula_of = formula(layer, x)
+    convert(layer, example=(x,))
+    grads = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(other(x), layer(x))
+    half = copy.deepcopy(layer).bfloat16()(x.bfloat16())
+    assert half.dtype is torch.bfloat16
+    plain = copy.deepcopy(reference).bfloat16()
+    softmax_error = (plain(x.bfloat16()) - reference(x.double())).abs().max()
+    assert (half - formula_of).abs().max() <= 2 * softmax_error + 1e-3
+    reference.weights = lambda s: (w := torch.sigmoid(s - torch.tensor(6.0).double().log())) / w.sum(-1, keepdim=True)
+    expected = torch.autograd.grad(reference(x.double()).square().sum(), list(reference.parameters()))
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_nan_is_not_masked():
+    layer, x = Attention(), torch.randn(2, 6, 16)
+    convert(layer, example=(x,))
+    x[0, 0, 0] = torch.nan
+    assert layer(x)[0].isnan().all()
+    assert layer(x)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [Attention, Merged])
+def test_fitted_weights_are_nearly_those_of_softmax(kind):
+    torch.manual_seed(0)
+    layer = kind()
+    nn.init.normal_(layer.qkv.weight, std=0.5)  # logits of several nats
+    softmax = copy.deepcopy(layer)
+    batches = [(torch.randn(2, 6, 16), hidden(-1e4)) for _ in range(4)]
+    report = convert(layer, batches)
+    assert report.layers[0].error < 2e-3  # rows without visible keys, where softmax has weights, do not count
+    x, mask = torch.randn(2, 6, 16), hidden(-1e4)
+    rows = mask.amax(-1).view(2, 6) == 0
+    torch.testing.assert_close(layer(x, mask)[rows], softmax(x, mask)[rows], rtol=2e-2, atol=2e-3)
+    loaded = copy.deepcopy(softmax)
+    restore(loaded, layer.state_dict(), example=batches[0])
+    assert torch.equal(loaded(x, mask), layer(x, mask))
+
+
+class Gated(Attention):
+    """With a second softmax, which is no attention's, in its forward."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) * F.softmax(self.out.bias, dim=-1)
+
+
+class OverQueries(Attention):
+    def weights(self, logits):
+        return F.softmax(logits, dim=-2)
+
+
+class Straight(torch.autograd.Function):
+    """A softmax with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return F.softmax(logits, dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("kind", [type("Mixture", (Gated,), {}), OverQueries])
+def test_what_cannot_be_told_apart_is_refused(kind):
+    layer, x = nn.Sequential(kind()), torch.randn(2, 6, 16)
+    with pytest.raises(ConversionError, match=r"softmax of these layers cannot be replaced: '0'"):
+        convert(layer, example=(x,))
+    with pytest.raises(ConversionError, match=r"Only their code was examined: pass example="):
+        convert(nn.Sequential(Attention()))
+
+
+def test_a_derivative_of_its_own_is_refused_when_it_runs():
+    layer, x = Attention(Straight.apply), torch.randn(2, 6, 16)
+    with pytest.raises(ConversionError, match=r"calls torch\.utils\.checkpoint, or an autograd\.Function"):
+        convert(layer, [(x,), (x,)])
+    convert(layer, example=(x,))
+    with pytest.raises(RuntimeError, match=r"calls torch\.utils\.checkpoint, or an autograd\.Function"):
+        layer(x)
+
+
+def test_a_router_inside_keeps_its_softmax():
+    """Also where it belongs to a part of the layer whose attention is replaced."""
+
+    class Routed(Attention):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Sequential(nn.Linear(16, 4), nn.Softmax(-1))
+
+        def forward(self, x):
+            return super().forward(x) * self.router(x).amax(-1, keepdim=True)
+
+    with pytest.raises(ConversionError, match="keeps its softmax"):
+        convert(nn.Sequential(Routed()), example=(torch.randn(2, 6, 16),))
