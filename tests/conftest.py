@@ -19,7 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # off.
 LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "kvcache", "problem", "validation", "varlen")),
-    *(f"sigattn.ops.{name}" for name in ("autocast", "broadcasting", "nested", "positions", "reference", "scalars", "vmap")),
+    *(
+        f"sigattn.ops.{name}"
+        for name in ("autocast", "broadcasting", "nested", "positions", "reference", "scalars", "vmap")
+    ),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
     *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
     *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "padding", "validation", "varlen")),

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.functional import softmax as normalise
+from torch.overrides import TorchFunctionMode
 
 from sigattn.conversion import SoftmaxLayer
 from sigattn.nn import Attention
@@ -320,13 +321,39 @@ class ModulesOnly(Mixer):
         return self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v)
 
 
-REFUSED = [
-    ModulesOnly,
-    *(TorchSoftmax, MethodSoftmax, FunctionalSoftmax, LowLevelSoftmax, OperatorSoftmax, NamedSoftmax),
-    *(InheritedSoftmax, SuperSoftmax, ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax),
-    *(ProcessorSoftmax, TableSoftmax),
-    *(FlashOperator, Flex, TalkingHeads),
+class Averaged(Mixer):
+    def mix(self, q, k, v):
+        return scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v
+
+
+class Made(Mixer):
+    def mix(self, q, k, v):
+        return nn.Softmax(-1)(scores(q, k)) @ v
+
+
+class Compiled(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.compile(eager, backend="eager")
+
+
+class Router(Mixer):
+    """Its logits are a layer's, and its weights are those of four functions of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+
+    def mix(self, q, k, v):
+        return (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2)
+
+
+WRITTEN = [
+    *(ModulesOnly, TorchSoftmax, MethodSoftmax, FunctionalSoftmax, NamedSoftmax, InheritedSoftmax, SuperSoftmax),
+    *(ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax, ProcessorSoftmax, TableSoftmax, TalkingHeads),
+    *(Averaged, Made, Compiled),
 ]
+REFUSED = [LowLevelSoftmax, OperatorSoftmax, FlashOperator, Flex, Router]
 
 
 class Written(Mixer):
@@ -384,16 +411,6 @@ def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
 
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
         replace(Net(Fused(), Idiom()), (x,))
-
-
-@pytest.mark.parametrize("average", [lambda w: w.mean(1, keepdim=True), lambda w: w.cumsum(1)])
-def test_softmax_weights_that_are_averaged_are_an_attention(average, x):
-    class Averaged(Mixer):
-        def mix(self, q, k, v):
-            return average(scores(q, k).softmax(-1)) @ v
-
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Averaged: softmax\)"):
-        replace(Net(Fused(), Averaged()), (x,))
 
 
 NO_SOFTMAX = {
@@ -558,17 +575,40 @@ def test_a_forward_that_the_layer_around_calls(by_example, x):
     assert [r.name for r in report] == ["layers.0.inner"]
     torch.testing.assert_close(net(x), net.layers[0].inner.formula(x, -math.log(5)))
     net = Net(Around())
-    net.layers[0].inner = TorchSoftmax()
+    net.layers[0].inner = LowLevelSoftmax()
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0\.inner'"):
         replace(net, (x,) if by_example else None)
 
 
-@pytest.mark.parametrize("by_example", [False, True])
-@pytest.mark.parametrize("kind", REFUSED)
+class SigmoidInstead(TorchFunctionMode):
+    """Computes σ(logits - log 5) wherever a layer computes a softmax of its own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "softmax":
+            return (args[0] - math.log(5)).sigmoid()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+def test_every_spelling_of_a_softmax_is_replaced_with_an_example(kind, x):
+    net = Net(kind()).eval()
+    with SigmoidInstead():
+        expected = net(x)
+    report = replace(net, (x,))
+    assert [(r.name.removesuffix(".softmax"), r.outcome) for r in report] == [("layers.0", "materialised")]
+    torch.testing.assert_close(net(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_example"), [*((kind, True) for kind in REFUSED), *((kind, False) for kind in REFUSED + WRITTEN)]
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
+def test_every_other_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
     net = Net(Fused(), kind(), Fused())
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. Let them use"):
+    advice = "Let them" if by_example else "Only their code"
+    match = rf"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. {advice}"
+    with pytest.raises(ValueError, match=match):
         replace(net, (x,) if by_example else None)
     assert type(net.layers[0]) is Fused
     report = replace(net, (x,) if by_example else None, keep=["layers.1*"])
@@ -689,7 +729,7 @@ def test_timm_s_flag_is_set(by_example, x):
 
 @pytest.mark.parametrize("by_example", [False, True])
 def test_timm_s_flag_is_as_before_where_the_model_is_refused(by_example, x):
-    net = Net(Flagged(), TorchSoftmax())
+    net = Net(Flagged(), LowLevelSoftmax())
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
         replace(net, (x,) if by_example else None)
     assert net.layers[0].fused_attn is False
@@ -772,24 +812,6 @@ def test_this_library_s_own_layers(by_example, x):
     torch.testing.assert_close(net(x), expected)
 
 
-def test_a_module_made_in_a_forward(x):
-    class Made(Mixer):
-        def mix(self, q, k, v):
-            return nn.Softmax(-1)(scores(q, k)) @ v
-
-    for example in (None, (x,)):
-        with pytest.raises(ValueError, match=r"'layers\.1' \(Made: [sS]oftmax\)"):
-            replace(Net(Fused(), Made()), example)
-
-
-def test_compiled_functions(x):
-    layer = TorchSoftmax()
-    layer.mix = torch.compile(eager, backend="eager")
-    for example in ((x,), None):
-        with pytest.raises(ValueError, match=r"'layers\.1'"):
-            replace(Net(Fused(), layer), example)
-
-
 class Sparse(nn.Module):
     """Attention whose values are sparse, in a layer with a sparse buffer: neither has a storage."""
 
@@ -804,8 +826,11 @@ class Sparse(nn.Module):
 
 
 def test_sparse_values_are_activations():
-    with pytest.raises(ValueError, match="compute a softmax themselves"):
-        replace(nn.Sequential(Sparse()), (torch.randn(4, 8),))
+    layer, x = Sparse(), torch.randn(4, 8)
+    query, key = layer.query_key(x).chunk(2, -1)
+    expected = (query @ key.mT - math.log(4)).sigmoid() @ x
+    replace(model := nn.Sequential(layer), (x,))
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_performer_is_refused_with_an_example(x):

@@ -194,11 +194,6 @@ class TestRefused:
         model = model_of("llama", "sdpa")
         self.refused(model, [{"inputs_embeds": x} for x in embeds], "layers.0.self_attn' are not finite")
 
-    def test_attention_outside_of_the_interface(self):
-        config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=32, n_layer=1, n_head=2)
-        model = AutoModelForCausalLM.from_config(config)
-        self.refused(model, batches_of("llama"), "does not use transformers' attention interface")
-
     def test_offloaded_weights(self):
         accelerate = pytest.importorskip("accelerate")
         model, batches = model_of("llama", "sdpa"), batches_of("llama")

@@ -34,9 +34,10 @@ class Merged(Attention):
     """With samples and heads in one dimension."""
 
     def weights(self, logits):
-        return torch.bmm(super().weights(logits.flatten(0, 1)), torch.eye(logits.shape[-1]).to(logits).expand(
-            logits.shape[0] * logits.shape[1], -1, -1
-        )).view(logits.shape)
+        return torch.bmm(
+            super().weights(logits.flatten(0, 1)),
+            torch.eye(logits.shape[-1]).to(logits).expand(logits.shape[0] * logits.shape[1], -1, -1),
+        ).view(logits.shape)
 
 
 def formula(layer, x, mask=None, bias=None, normalize=True):
@@ -95,7 +96,11 @@ def test_gradients_dtypes_and_copies():
     formula_of = formula(layer, x)
     convert(layer, example=(x,))
     grads = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.compile(layer, fullgraph=True, backend="aot_eager")):
+    for other in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+    ):
         torch.testing.assert_close(other(x), layer(x))
     half = copy.deepcopy(layer).bfloat16()(x.bfloat16())
     assert half.dtype is torch.bfloat16

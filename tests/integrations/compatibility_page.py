@@ -67,12 +67,8 @@ def _why(row: dict[str, Any]) -> str:
 
 def _reason(message: str) -> str:
     """Return the reason of a refusal in a few words."""
-    if layers := re.search(r"silently use softmax: (.*?)\. (?:Build|Its)", message):
+    if layers := re.search(r"silently use softmax: (.*?)\. Build", message):
         return f"softmax in {', '.join(dict.fromkeys(re.findall(r'[(](.*?)[)]', layers[1])))}"
-    if table := re.search(r"chooses its attention from (\w+)", message):
-        return f"attention chosen from {table[1]}"
-    if "does not use transformers' attention interface" in message:
-        return "attention outside transformers' interface"
     return message.rpartition('attn_implementation="sigmoid": ')[2]
 
 

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn.conversion import ConversionError, convert
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers.check import dispatches
+from sigattn.integrations.transformers.configured import is_attention
 from tests.integrations import sweep_transformers as sweep
 from tests.integrations import tiny_transformers as tiny
 from tests.integrations.sweep_transformers import Result
@@ -57,7 +57,7 @@ def judge(architecture: str) -> Result:
 def _judge(architecture: str, model: PreTrainedModel) -> Result:
     reason = "no inputs found"
     for name, part in tiny.parts(model):
-        if name and not any(dispatches(m) for m in part.modules()):
+        if name and not any(is_attention(m) for m in part.modules()):
             continue
         for inputs in tiny.inputs(part):
             try:
@@ -97,13 +97,13 @@ def _problem(architecture: str, eager: PreTrainedModel, inputs: dict[str, Any]) 
         if not unchanged or model.config._attn_implementation != "eager":
             return "the refused model was changed"
         raise
-    if [layer.name for layer in report.layers] != [name for name, m in model.named_modules() if dispatches(m)]:
+    if [layer.name for layer in report.layers] != [name for name, m in model.named_modules() if is_attention(m)]:
         return f"converted {[layer.name for layer in report.layers]}"
     learned = [(n.rpartition(".")[2], p.data) for n, p in model.named_parameters() if ".sigmoid_bias." in n]
     torch.manual_seed(0)
     for name, values in learned:  # c and a are compared; other parameters do nothing at 0
         values.copy_(values + 0.3 * torch.randn_like(values) if name in ("constant", "slope") else 0)
-    if architecture in sweep.BROKEN_EAGER:
+    if architecture in sweep.OWN_REFERENCE:
         for module in eager.modules():
             if isinstance(module, PreTrainedModel):
                 module.config._attn_implementation_internal = "reference"
@@ -120,7 +120,7 @@ def _compare(eager: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, A
     biases = {
         eager.get_submodule(name): (layer.sigmoid_bias.constant, layer.sigmoid_bias.slope)
         for name, layer in model.named_modules()
-        if dispatches(layer)
+        if is_attention(layer)
     }
     reference = sweep.EagerSigmoid(biases)
     expected = sweep.run(eager, inputs, reference)

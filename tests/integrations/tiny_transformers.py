@@ -230,7 +230,9 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """Yield inputs that the forward of ``model`` may accept, the likeliest first."""
     accepted = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 90, (BATCH, LENGTH), generator=generator)
+    vocabulary = _get(model.config, "vocab_size")
+    largest = min(90, vocabulary) if isinstance(vocabulary, int) and vocabulary > 3 else 90
+    ids = torch.randint(3, largest, (BATCH, LENGTH), generator=generator)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, :3] = 0
     text = {"input_ids": ids, "attention_mask": mask}
@@ -276,6 +278,16 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
             (48, getattr(config, "hidden_size", WIDTH)),
         ):
             yield {first: torch.randn(shape, generator=generator), grid: sizes}
+    if "spatial_shapes" in accepted:  # patches of several images
+        patches = channels * getattr(vision, "patch_size", 8) ** 2
+        yield {
+            "pixel_values": torch.randn(BATCH, 16, patches, generator=generator),
+            "pixel_attention_mask": torch.arange(16).expand(BATCH, -1) < torch.tensor([[16], [12]]),
+            "spatial_shapes": torch.tensor([[4, 4], [3, 4]]),
+        }
+    if "visual_feats" in accepted:
+        features = torch.randn(BATCH, 6, getattr(config, "visual_feat_dim", 2048), generator=generator)
+        yield {"visual_feats": features, "visual_pos": torch.rand(BATCH, 6, 4, generator=generator)}
     shapes = {
         "pixel_values": [
             (BATCH, channels, side, side),

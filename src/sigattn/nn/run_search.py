@@ -27,6 +27,7 @@ from sigattn.nn.softmax_calls import (
     SOFTMAX_NAME,
     Finding,
     is_sdpa,
+    known_for_another_softmax,
     named_as_attention,
     operator_kind,
 )
@@ -99,7 +100,11 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Site:
-    """One softmax: the layer that was running, and the name of the call."""
+    """One softmax: the layer that was running, the name of the call, and ``attention`` as in ``Finding``.
+
+    A written softmax is replaceable only if it is over products of activations, as Q Kᵀ is, and a router's logits are
+    not; or if its layer is named as an attention.
+    """
 
     module: nn.Module
     call: str
@@ -149,6 +154,7 @@ class _Trace:
         self.sites: list[_Site] = []
         self.sigmoid_calls = 0
         self.weights: Any = WeakTensorKeyDictionary()  # tensor → its marks: sites and parts of a softmax
+        self.scores: Any = WeakTensorKeyDictionary()  # products of activations, and what is added to them
         self.exponentials: Any = WeakTensorKeyDictionary()  # exponent → mark of its exponential
         self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
 
@@ -227,20 +233,21 @@ class _Trace:
         merged: dict[tuple[nn.Module, bool], Finding] = {}
         for site in self.sites:
             key = site.module, site.replaceable
-            attention = site.attention or (key in merged and merged[key].attention)
+            attention = site.attention and not known_for_another_softmax(site.module)
+            attention = attention or (key in merged and merged[key].attention)
             call = SOFTMAX_NAME if key in merged and merged[key].call == SOFTMAX_NAME else site.call
             merged[key] = Finding(self.names[site.module], site.module, call, site.replaceable, attention)
         order = {module: i for i, module in enumerate(self.names)}
         return sorted(merged.values(), key=lambda f: order[f.module])
 
     def _separate_softmax(self) -> None:
-        """Let a written softmax be replaceable where all of its layer's are an attention's."""
-        written = [site for site in self.sites if site.replaceable and site.call == SOFTMAX_NAME]
-        others = {site.module for site in written if not site.attention}
+        """Let a written softmax be replaceable only where every softmax of its layer is."""
+        written = [site for site in self.sites if site.call == SOFTMAX_NAME]
+        others = {site.module for site in written if not (site.replaceable and site.attention)}
         for site in written:
-            if site.module in others:
+            if site.module in others and site.replaceable:
                 site.replaceable = False
-                site.call = f"{SOFTMAX_NAME} next to one that is not an attention's" if site.attention else site.call
+                site.call = f"{SOFTMAX_NAME} next to another" if site.attention else site.call
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
@@ -328,11 +335,16 @@ class _Operators(TorchDispatchMode):
         if kind is not None:
             written = kind == "softmax" and trace.thread.inside_softmax
             site = trace.add(base.lstrip("_"), replaceable=written, attention=kind == "attention")
+            if site is not None and written and not (inputs[0] in trace.scores or site.attention):
+                site.replaceable = False
             if site is not None and kind == "softmax":
                 for output in outputs:
                     trace.weights[output] = {site}
         elif base in _PRODUCTS:
-            self._multiply(inputs[:2] if base == "linear" else inputs[-2:], outputs[0])
+            factors = inputs[:2] if base == "linear" else inputs[-2:]
+            self._multiply(factors, outputs[0])
+            if not any(map(trace.is_parameter, factors)):
+                trace.scores[outputs[0]] = True
         elif base == "_log_softmax":
             trace.weights[outputs[0]] = {_LOG_SOFTMAX}
         elif base == "logsumexp":
@@ -409,6 +421,10 @@ class _Operators(TorchDispatchMode):
         if base in _COPIES and inputs and trace.is_parameter(inputs[0]):
             trace.constants[outputs[0]] = True
             return
+        scores = [t.numel() for t in inputs if t in trace.scores]
+        for output in outputs if scores else ():
+            if output.numel() == max(scores):
+                trace.scores[output] = True
         marked = [t for t in inputs if t in trace.weights]
         if not marked:
             return

@@ -99,12 +99,19 @@ def is_sdpa(func: Any) -> bool:
 
 
 def named_as_attention(module: nn.Module) -> bool:
-    """Return True if the class of a layer has "att" in its name, and is not known for another softmax."""
+    """Return True if the class of a layer has "att" in its name, or is known as one, and not for another softmax."""
     kind = type(module).__name__
-    return "att" in kind.lower() and kind not in _NO_ATTENTION
+    return kind in _OTHER_NAMES or ("att" in kind.lower() and not known_for_another_softmax(module))
 
 
+def known_for_another_softmax(module: nn.Module) -> bool:
+    """Return True for a layer of transformers whose softmax is no attention's, although its product looks like it."""
+    return type(module).__name__ in _NO_ATTENTION
+
+
+_OTHER_NAMES = {"MgpstrA3Module"}  # attention of learned queries
 _NO_ATTENTION = {
+    "DeepseekV4HyperConnection",  # a mixture of residual streams
     "PatchTSMixerGatedAttention",  # a gate over features
     "AttentiveStatisticsPooling",  # statistics over time
     "Sam2MultiScaleAttention",  # uses transformers' attention interface; computes a softmax before, and discards it

@@ -27,14 +27,16 @@ _REFUSED = {
     "BigBirdBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
     "BigBirdPegasusBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
     "ConvBertSelfAttention": "it mixes attention with a convolution, whose kernel is a softmax, too",
-    "DisentangledSelfAttention": "its softmax has a derivative of its own",
     "GroupViTAssignAttention": "it assigns each key to one group",
     "IBertSelfAttention": "its softmax is computed with integers",
     "MobileViTV2LinearSelfAttention": "it is linear attention",
     "NystromformerSelfAttention": "it approximates a softmax by a product of three",
+    "modeling_sew_d.DisentangledSelfAttention": "its softmax has a derivative of its own",
     "SwiftFormerEfficientAdditiveAttention": "it is additive attention without keys",
 }
 _EXTEND_MASKS = {"DeepseekV4Attention"}  # layers of the interface that append numbers to the mask
+# layers whose ALiBi has another level for each length of a call, with a cache and without, which softmax does not see
+_WITHOUT_LEVEL = {"MptAttention"}
 _SAMPLED = "DeformableAttention"  # end of names
 
 
@@ -84,7 +86,7 @@ def reason_against(layer: nn.Module) -> str | None:
         return "only layers of transformers itself are known to compute one softmax, over keys"
     if kind.__name__.endswith(_SAMPLED):
         return "its weights are those of sampled points, not of keys"
-    return _REFUSED.get(kind.__name__)
+    return _REFUSED.get(kind.__name__) or _REFUSED.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
 
 
 def needs_numbers(layer: nn.Module) -> bool:
@@ -138,12 +140,14 @@ def error_of(layer: nn.Module, reason: str) -> ValueError:
     return ValueError(f'{type(layer).__name__} with attn_implementation="{NAME}": {reason}')
 
 
-def _settings(layer: nn.Module) -> tuple[AttentionBias | CallObserver, bool]:
+def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[AttentionBias | CallObserver, bool]:
     observer = vars(layer).get(ATTRIBUTE)
     if isinstance(observer, CallObserver):
         return observer, True
-    bias = layer_bias(layer)
-    return bias if isinstance(bias, AttentionBias) else _rule(bias), normalizes(layer)
+    bias, normalize = layer_bias(layer), normalizes(layer)
+    if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
+        raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
+    return bias if isinstance(bias, AttentionBias) else _rule(bias), normalize
 
 
 @functools.cache

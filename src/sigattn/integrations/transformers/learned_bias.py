@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.check import KeptSoftmax, sub_configs
-from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention
+from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention, restore_class
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 Record = dict[str, dict[str, Any]]
@@ -117,7 +117,19 @@ def attach(model: PreTrainedModel) -> None:
         entry = record.get(name, record.get(_base_name(model, name)))
         if entry is not None and is_attention(layer) and not hasattr(layer, ATTRIBUTE):
             layer.sigmoid_bias = create(entry)
+            if isinstance(layer.sigmoid_bias, KeptSoftmax):
+                restore_class(layer)
             model._keep_in_fp32_modules_strict.add(ATTRIBUTE)
+
+
+def is_kept(model: PreTrainedModel, name: str) -> bool:
+    """Return True if the configuration records that a layer keeps its softmax, perhaps below the name of a part.
+
+    The parts of a model are initialised before the model, which alone has the names of the record.
+    """
+    record = getattr(model.config, ATTRIBUTE, None)
+    entries = record.items() if isinstance(record, dict) else ()
+    return any(f".{key}".endswith(f".{name}") and entry.get("kind") == KeptSoftmax.__name__ for key, entry in entries)
 
 
 @contextlib.contextmanager

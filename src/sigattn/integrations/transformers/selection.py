@@ -187,7 +187,7 @@ def _verify_and_attach(model: PreTrainedModel) -> None:
         ValueError: naming the layers that would stay softmax.
     """
     replaced = _replace_classes(model, None)
-    if stay := unsupported_layers(model):
+    if stay := {n: m for n, m in unsupported_layers(model).items() if not learned_bias.is_kept(model, n)}:
         for layer in replaced:
             restore_class(layer)
         shown = ", ".join(f"{name} ({_described(layer)})" for name, layer in [*stay.items()][:4])

@@ -1,0 +1,161 @@
+"""Models of transformers whose layers write their softmax out, use PyTorch's layer, or have attention sinks."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sigattn import convert
+from sigattn.integrations import transformers as sigmoid
+from sigattn.integrations.transformers.configured import CONFIGURED
+from tests.integrations import tiny_transformers as tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+IDS = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(2, 9, dtype=torch.long)
+MASK[0, :3] = 0
+
+
+def language_model(kind="bloom", implementation=None, **settings):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "n_layer": 2, "num_hidden_layers": 2, "n_head": 4, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, num_attention_heads=4, **sizes, **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model, **more):
+    with torch.no_grad():
+        return model(IDS, attention_mask=MASK, **more).logits[:, 3:]
+
+
+def replaced(model):
+    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "mpt", "gptj"])
+def test_chosen_saved_loaded_and_chosen_away(kind, tmp_path):
+    more = {"rotary_dim": 4} if kind == "gptj" else {}
+    level = -2.0 if kind != "mpt" else -40.0  # where the level of its logits, which depends on the call, has no effect
+    model = language_model(kind, "sigmoid", sigmoid_bias=level, sigmoid_normalize=kind == "mpt", **more)
+    assert len(replaced(model)) == 2
+    sigmoid_logits = logits(model)
+    model.config.sigmoid_bias = -1.0
+    assert not torch.equal(logits(model), sigmoid_logits)  # read at each call
+    model.config.sigmoid_bias = level
+    assert sigmoid.check(model, input_ids=IDS) == 2
+    with torch.no_grad():  # a cache
+        first = model(IDS[:, :5], attention_mask=MASK[:, :5], use_cache=True)
+        rest = model(IDS[:, 5:], attention_mask=MASK, past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, sigmoid_logits[:, 2:], rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded), sigmoid_logits)
+    for other in (loaded, copy.deepcopy(model)):
+        other.set_attn_implementation("eager")
+        assert not replaced(other)
+        eager = language_model(kind, "eager", **more)
+        eager.load_state_dict(model.state_dict())
+        assert torch.equal(logits(other), logits(eager))
+
+
+def test_converted_with_a_kept_layer(tmp_path):
+    model = language_model()
+    before = logits(model)
+    batches = [{"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS.flip(0)}]
+    report = convert(model, batches, keep=["*h.1.*"])
+    assert [(s.call, s.outcome) for s in report.softmax] == [("softmax", "materialised"), ("softmax", "kept")]
+    assert replaced(model) == ["transformer.h.0.self_attention"]
+    torch.testing.assert_close(logits(model), before, rtol=0.02, atol=0.02)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert replaced(loaded) == replaced(model)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_pool_of_pytorch_s_layer_has_the_configured_bias():
+    model = tiny.build(tiny.tiny_config(CONFIG_MAPPING["siglip_vision_model"], sigmoid_bias=-2.0), "sigmoid")
+    pool = model.head.attention
+    x, probe = torch.randn(2, 7, 32), torch.randn(2, 1, 32)
+    query, key, value = (
+        (t @ w.T + b).unflatten(-1, (pool.num_heads, -1)).transpose(1, 2)
+        for t, w, b in zip((probe, x, x), pool.in_proj_weight.chunk(3), pool.in_proj_bias.chunk(3), strict=True)
+    )
+    weights = (query @ key.mT / query.shape[-1] ** 0.5 - 2).sigmoid()
+    expected = pool.out_proj((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(pool(probe, x, x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+class TestRefused:
+    def test_what_the_message_says_to_call_works(self, tmp_path):
+        """Deformable attention keeps its softmax, also in a saved model."""
+        model = tiny.build(tiny.tiny_config(CONFIG_MAPPING["deformable_detr"]), "eager")
+        with pytest.raises(ValueError, match=r"sampled points, not of keys") as refusal:
+            model.set_attn_implementation("sigmoid")
+        assert not replaced(model)
+        assert model.config._attn_implementation == "eager"
+        (call,) = re.findall(r"sigattn\.(convert\(model, batches, keep=\[.*?\]\))", str(refusal.value))
+        batch = {"pixel_values": torch.randn(2, 3, 64, 64)}
+        report = eval(call, {"convert": convert, "model": model, "batches": [batch, batch]})
+        assert {"converted", "kept"} == {s.outcome for s in report.softmax}
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(**batch).last_hidden_state, model(**batch).last_hidden_state)
+
+    def test_logits_without_a_level(self):
+        with pytest.raises(ValueError, match=r"SigmoidMptAttention .* set config\.sigmoid_normalize = True"):
+            language_model("mpt", "sigmoid", sigmoid_bias=-2.0)(IDS)
+
+    def test_layers_of_other_packages_are_not_known(self):
+        class OtherAttention(torch.nn.Module):
+            def forward(self, x):
+                return (x @ x.mT).softmax(-1) @ x
+
+        model = language_model()
+        model.transformer.h[0].extra = OtherAttention()
+        with pytest.raises(ValueError, match=r"h\.0\.extra \(OtherAttention: only layers of transformers"):
+            model.set_attn_implementation("sigmoid")
+        assert not replaced(model)
+        assert model.config._attn_implementation != "sigmoid"
+
+
+class TestSinks:
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("each", [False, True])
+    def test_a_sink_is_one_more_term_of_the_sum(self, masked, each):
+        layer = torch.nn.Identity()
+        layer.config = AutoConfig.for_model("llama", sigmoid_bias=-2.0, sigmoid_normalize=True)
+        query, (key, value) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 2, 7, 8)
+        sink = torch.randn(2, 4, 5, 1) if each else torch.randn(4)
+        mask = torch.rand(2, 1, 5, 7) > 0.5 if masked else None
+        out, _ = sigmoid.attention(layer, query, key, value, mask, scaling=0.3, s_aux=sink)
+        k, v = (t.double().repeat_interleave(2, 1) for t in (key, value))
+        weights = (0.3 * query.double() @ k.mT - 2).sigmoid()
+        weights = weights if mask is None else weights * mask
+        sinks = (sink if each else sink.view(4, 1, 1)).double()
+        expected = weights @ v / (weights.sum(-1, keepdim=True) + (sinks - 2).sigmoid())
+        torch.testing.assert_close(out.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-6)
+
+    def test_converted(self):
+        """With sinks much larger than the logits, which a conversion without them would leave out."""
+        model = tiny.build(tiny.tiny_config(CONFIG_MAPPING["gpt_oss"]), "eager")
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, 3.0)
+        softmax = copy.deepcopy(model)
+        batches = [{"input_ids": torch.randint(3, 90, (2, n))} for n in (12, 9, 12, 7)]
+        report = convert(model, batches)
+        assert max(layer.error for layer in report.layers) < 0.01
+        with torch.no_grad():
+            change = model(**batches[2]).last_hidden_state - softmax(**batches[2]).last_hidden_state
+        assert change.norm() < 0.02 * softmax(**batches[2]).last_hidden_state.norm()
