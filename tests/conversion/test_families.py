@@ -472,9 +472,6 @@ class TestRefusals:
     def test_no_attention(self):
         refused(nn.Linear(16, 16), list(X), "Linear has no softmax attention")
 
-    def test_attention_that_computes_its_own_softmax(self):
-        refused(Both(Eager()), list(X), r"compute a softmax themselves.*'second' \(Eager: softmax\)")
-
     def test_attention_that_is_not_reached(self):
         model = language()
         model.unused = Attention(8, 2, activation="softmax", attention_bias=None)

@@ -53,13 +53,14 @@ def convert(
     start, or further.
 
     Every attention is converted but those of ``keep`` and ``max_error``, or the call raises, names what cannot be
-    converted, and leaves the model unchanged. A softmax that does not belong to an attention (a classifier, a router)
+    converted, and leaves the model unchanged. A layer that writes its softmax out computes sigmoid weights of the same
+    logits in its place, in the memory that it had, with one bias for all heads. A softmax that does not belong to an attention (a classifier, a router)
     stays. The report lists every softmax.
 
     Args:
-        model: any module whose attention is ``sigattn.nn.Attention``, ``nn.MultiheadAttention`` or calls
-            ``F.scaled_dot_product_attention``: models of this library, timm, torchvision, and ``nn.Transformer``; or
-            that is, or contains, models of transformers.
+        model: any module whose attention is ``sigattn.nn.Attention`` or ``nn.MultiheadAttention``, or calls
+            ``F.scaled_dot_product_attention`` or a softmax over keys: models of this library, timm, torchvision, and
+            ``nn.Transformer``; or that is, or contains, models of transformers.
         batches: a few batches, such as those of training, of all lengths that matter: each a tensor, a sequence of
             positional arguments, or a mapping of keyword arguments of the model (or its one argument, if it takes a
             mapping); of a ``SentenceTransformer`` also a list of texts; with ``loss``, anything that it takes. Two or
@@ -76,8 +77,9 @@ def convert(
         example: without batches, arguments of one forward call, positional or by name. The model is run once, in
             evaluation mode: a softmax is an attention's if its weights are multiplied with a matrix of activations.
             Layers that the run does not reach, and all layers without an example, are judged by the code of their
-            classes and of the functions that these call. That cannot see which of two paths a flag selects, and takes a
-            softmax for an attention's if its layer multiplies matrices. With batches, the first one is the example.
+            classes and of the functions that these call. That cannot see which of two paths a flag selects, takes a
+            softmax for an attention's if its layer multiplies matrices, and refuses one that is written out. With
+            batches, the first one is the example.
         keep: names of layers that keep their softmax, or patterns of names ("decoder.*").
         max_error: with batches, the largest relative error of a layer's output, ‖O - O_softmax‖ / ‖O_softmax‖ on the
             held-out batches; layers above it keep their softmax, and the report names them.

@@ -74,8 +74,8 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
         fit = fits.setdefault(call.name, BiasFit(call.num_heads))
         if call.num_heads != fit.num_heads:
             raise ConversionError(
-                f"convert: {call.name!r} calls attention with {fit.num_heads} and {call.num_heads} heads, so that no "
-                "bias for each head fits it"
+                f"convert: {call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "
+                "that no bias for each head fits it"
             )
         with without_autocast(call.device.type):
             rows = finite_statistics(call)

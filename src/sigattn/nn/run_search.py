@@ -103,13 +103,15 @@ class _Site:
     """One softmax: the layer that was running, the name of the call, and ``attention`` as in ``Finding``.
 
     A written softmax is replaceable only if it is over products of activations, as Q Kᵀ is, and a router's logits are
-    not; or if its layer is named as an attention.
+    not (``over_products``); or if its layer is named as an attention, and the weights meet a matrix (``multiplied``).
     """
 
     module: nn.Module
     call: str
     replaceable: bool
     attention: bool
+    over_products: bool = False
+    multiplied: bool = False
 
 
 _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
@@ -243,15 +245,17 @@ class _Trace:
     def _separate_softmax(self) -> None:
         """Let a written softmax be replaceable only where every softmax of its layer is."""
         written = [site for site in self.sites if site.call == SOFTMAX_NAME]
-        others = {site.module for site in written if not (site.replaceable and site.attention)}
+        kept = {site.module for site in written if not (site.replaceable and site.attention and _is_certain(site))}
         for site in written:
-            if site.module in others and site.replaceable:
-                site.replaceable = False
-                site.call = f"{SOFTMAX_NAME} next to another" if site.attention else site.call
+            site.replaceable = site.replaceable and site.module not in kept
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
         return tensor in self.constants or _storage(tensor) in self.parameters
+
+
+def _is_certain(site: _Site) -> bool:
+    return site.over_products or (site.multiplied and named_as_attention(site.module))
 
 
 def _attends(kind: type[nn.Module], frame: types.FrameType) -> bool:
@@ -335,8 +339,8 @@ class _Operators(TorchDispatchMode):
         if kind is not None:
             written = kind == "softmax" and trace.thread.inside_softmax
             site = trace.add(base.lstrip("_"), replaceable=written, attention=kind == "attention")
-            if site is not None and written and not (inputs[0] in trace.scores or site.attention):
-                site.replaceable = False
+            if site is not None:
+                site.over_products = inputs[0] in trace.scores
             if site is not None and kind == "softmax":
                 for output in outputs:
                     trace.weights[output] = {site}
@@ -407,7 +411,7 @@ class _Operators(TorchDispatchMode):
             if marks and not trace.is_parameter(other):
                 for mark in marks:
                     if isinstance(mark, _Site):
-                        mark.attention = True
+                        mark.attention = mark.multiplied = True
                 plain = not trace.weights.get(other)  # in linear attention it is a product of an exponential
                 products |= {_Product(m, plain) for m in marks if isinstance(m, _Exponential)}
             elif marks and output.numel() == weights.numel():  # a learned mixture of heads

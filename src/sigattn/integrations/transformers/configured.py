@@ -147,7 +147,7 @@ def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[At
     bias, normalize = layer_bias(layer), normalizes(layer)
     if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
         raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
-    return bias if isinstance(bias, AttentionBias) else _rule(bias), normalize
+    return bias if isinstance(bias, nn.Module) else _rule(bias), normalize  # perhaps within a wrapper of peft
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from sigattn.integrations.transformers.saving import (
     wrap_saving,
 )
 from sigattn.integrations.transformers.selection import wrap_selection
-from sigattn.nn.bias import AttentionBias
 from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
@@ -242,7 +241,7 @@ def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
     """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
     bias = layer_bias(module)
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
-    if isinstance(bias, AttentionBias):
+    if isinstance(bias, nn.Module):  # perhaps within a wrapper of peft
         return evaluate_bias(bias, call.query, num_keys, call.mask, is_causal=call.causal)
     if bias is not None:
         return bias
