@@ -85,7 +85,7 @@ test-integrations-%: .venv-integrations-%/installed
 	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" \
 	    tests/integrations/test_timm.py tests/integrations/test_transformers.py tests/integrations/test_transformers_conversion.py \
 	    tests/integrations/test_transformers_default_bias.py tests/integrations/test_transformers_model.py \
-	    tests/integrations/test_peft.py tests/ops/test_llvm.py
+	    tests/integrations/test_transformers_written.py tests/integrations/test_peft.py tests/ops/test_llvm.py
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or static or kernels" \
