@@ -122,7 +122,7 @@ def _compare(eager: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, A
         for name, layer in model.named_modules()
         if is_attention(layer)
     }
-    reference = sweep.EagerSigmoid(biases)
+    reference = sweep.EagerSigmoid(biases, model)
     expected = sweep.run(eager, inputs, reference)
     if not reference.calls:
         raise sweep.Unusable("no eager attention")

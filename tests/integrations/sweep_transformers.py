@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers.configured import is_attention
+from sigattn.integrations.transformers.configured import CONFIGURED, is_attention
 from tests.integrations import compatibility_page as page
 from tests.integrations import tiny_transformers as tiny
 
@@ -89,13 +89,18 @@ class EagerSigmoid(TorchFunctionMode):
 
     Args:
         bias: a number, "log_visible", or (c, a) of c + a · log visible for each layer, each (heads,).
+        model: the model that is compared, whose classes say which layers outside of these functions are attention.
         normalize: divide the weights of a row by their sum, as biases of layers do.
     """
 
     def __init__(
-        self, bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]], normalize: bool | None = None
+        self,
+        bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]],
+        model: nn.Module,
+        normalize: bool | None = None,
     ) -> None:
         super().__init__()
+        self.kinds = tuple({m.softmax_class for m in model.modules() if isinstance(m, CONFIGURED)})
         self.bias, self.calls = bias, 0
         self.normalize = isinstance(bias, dict) if normalize is None else normalize
 
@@ -104,7 +109,7 @@ class EagerSigmoid(TorchFunctionMode):
         if func is nn.functional.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)
-        if func is nn.functional.scaled_dot_product_attention and _softmax_layer() is not None:
+        if func is nn.functional.scaled_dot_product_attention and _softmax_layer(self.kinds) is not None:
             with self:
                 return _written_sdpa(*args, **kwargs)
         if getattr(func, "__name__", "") != "softmax":
@@ -114,7 +119,7 @@ class EagerSigmoid(TorchFunctionMode):
             layer, mask = call["module"], call.get("attention_mask")
             if call.get("sinks") is not None:  # before the largest logit was subtracted
                 logits, mask = torch.cat([call["attn_weights"], call["sinks"]], -1), None
-        elif (layer := _softmax_layer()) is not None and _last(logits, args[1:], kwargs):
+        elif (layer := _softmax_layer(self.kinds)) is not None and _last(logits, args[1:], kwargs):
             mask = ...
         else:
             return func(*args, **kwargs)
@@ -184,14 +189,14 @@ def _eager_attention() -> dict[str, Any] | None:
     return None
 
 
-def _softmax_layer() -> nn.Module | None:
-    """Return the attention layer whose own code calls the softmax, or a function of PyTorch."""
+def _softmax_layer(kinds: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    """Return the layer of these classes whose own code calls the softmax, or a function of PyTorch."""
     frame = sys._getframe(2)
     for _ in range(12):
         if frame is None:
             return None
         layer = frame.f_locals.get("self")
-        if isinstance(layer, nn.Module) and ("att" in (kind := type(layer).__name__.lower()) or "a3" in kind):
+        if isinstance(layer, kinds):
             return layer
         frame = frame.f_back
     return None
@@ -348,7 +353,7 @@ def _compare(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: 
         outputs(model.get_submodule(part), inputs)  # models that keep biases from one forward to the next do so in both
     for bias in (BIAS, "log_visible"):
         _set_bias(model, bias)
-        reference = EagerSigmoid(bias, bool(getattr(model.config, "sigmoid_normalize", False)))
+        reference = EagerSigmoid(bias, model, bool(getattr(model.config, "sigmoid_normalize", False)))
         expected = run(eager.get_submodule(part), inputs, reference)
         if not reference.calls:
             raise Unusable("no eager attention")

@@ -115,6 +115,12 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"SigmoidMptAttention .* set config\.sigmoid_normalize = True"):
             language_model("mpt", "sigmoid", sigmoid_bias=-2.0)(IDS)
 
+    def test_attention_without_a_softmax(self):
+        with pytest.raises(
+            ValueError, match="attention of RwkvModel, which has no softmax over keys: RwkvSelfAttention"
+        ):
+            tiny.build(tiny.tiny_config(CONFIG_MAPPING["rwkv"]), "sigmoid")
+
     def test_layers_of_other_packages_are_not_known(self):
         class OtherAttention(torch.nn.Module):
             def forward(self, x):

@@ -20,6 +20,7 @@ from sigattn.integrations.transformers.check import fixed_choices, sub_configs, 
 from sigattn.integrations.transformers.configured import (
     CONFIGS,
     CONFIGURED,
+    is_attention,
     needs_numbers,
     reason_against,
     replace_class,
@@ -28,6 +29,7 @@ from sigattn.integrations.transformers.configured import (
 from sigattn.integrations.transformers.mask import ADDED
 from sigattn.integrations.transformers.saving import NAME, NORMALIZE, keep_default_bias, restored
 from sigattn.nn import fitted_bias
+from sigattn.nn.softmax_calls import known_for_another_softmax
 
 _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", default=False)
 
@@ -195,6 +197,13 @@ def _verify_and_attach(model: PreTrainedModel) -> None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
             f"silently use softmax: {shown}{more}. {_advice(stay)}" + (_CHOOSE_PARTS if _in_parts(model, stay) else "")
+        )
+    others = [m for m in model.modules() if "Attention" in type(m).__name__ and not isinstance(m, PreTrainedModel)]
+    others = [m for m in others if not known_for_another_softmax(m)]
+    if others and not any(map(is_attention, model.modules())):
+        raise ValueError(
+            f'attn_implementation="{NAME}" does not reach the attention of {type(model).__name__}, which has no '
+            f"softmax over keys: {type(others[-1]).__name__}"
         )
     for config in configurations(model):
         vars(config).pop(ADDED, None)
