@@ -52,7 +52,7 @@ def formula(
         s = torch.tanh(s / softcap) * softcap
     if bias is None:
         n_keys = torch.full((batch,), m) if lengths is None else lengths
-        bias = -n_keys.clamp(min=1).double().log()[:, None, None, None]
+        bias = -n_keys.clamp(min=1).double().log()[:, None, None, None] - (6 if normalize else 0)
     s = s + (bias.to(dtype) if isinstance(bias, torch.Tensor) else bias)
     if slopes is not None:
         slopes = slopes.to(dtype)

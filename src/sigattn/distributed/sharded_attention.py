@@ -15,7 +15,7 @@ from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
 from sigattn.ops import validation
 from sigattn.ops.attention import DENSE, validate
-from sigattn.ops.problem import Problem, cast_operands, log_length_bias, make_problem
+from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
 
 _NAME = "context_parallel_attention"
 
@@ -49,7 +49,7 @@ def context_parallel_attention(
         mesh: one-dimensional mesh of the processes that share the sequence.
         is_causal, scale, enable_gqa, window: as in ``sigattn.sigmoid_attention``, over the whole sequence.
         bias: b: a number, or a tensor broadcastable to (B, Hq, n, 1) over this process's queries, with gradient. None
-            is -log of the *whole* length, or of each sample's under ``key_lengths``.
+            is -log of the *whole* length, or of each sample's under ``key_lengths``; 6 less with ``normalize``.
         alibi_slopes: as in ``sigmoid_attention``. The gradients of bias and slopes are those of this process's queries
             and keys: for values that are equal on all processes they must be summed, as for any parameter.
         key_lengths: (B,), number of keys of each padded sample, over the whole sequence.
@@ -86,6 +86,7 @@ def context_parallel_attention(
         if key_lengths is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
+        bias = bias - NORMALIZED_MARGIN if normalize else bias
     problem = make_problem(
         Problem,
         query,

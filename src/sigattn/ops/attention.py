@@ -103,8 +103,8 @@ def sigmoid_attention(
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv; query head h uses key head
             h // (Hq / Hkv). Key and value may then differ in their numbers of heads.
         bias: b, a number or a floating-point tensor broadcastable to (B, Hq, N, 1), with gradient. None is the paper's
-            rule -log M (App. E), or -log of each sample's number of keys with ``key_lengths``. With a KV cache, M
-            grows from call to call: pass the number that the model was trained with.
+            rule -log M (App. E), or -log of each sample's number of keys with ``key_lengths``; 6 less with
+            ``normalize``. With a KV cache, M grows from call to call: pass the number that the model was trained with.
         window: (left, right): query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited.
         query_offset: position of the first query relative to the keys, by which ``is_causal``, ``window`` and
             ``alibi_slopes`` count: query i is at i + query_offset. M - N aligns the last query with the last key.

@@ -17,6 +17,9 @@ from sigattn.ops.autocast import is_autocast_enabled
 from sigattn.ops.block_mask import Blocks
 
 UNLIMITED = -1  # a window side without a limit
+# b below -log M where the weights of a row are divided by their sum: with it small language models of three kinds were
+# equivalent to softmax, also at half the length of their training (docs/results/causal-bias)
+NORMALIZED_MARGIN = 6.0
 
 
 @overload
@@ -130,14 +133,18 @@ class Problem(NamedTuple):
         return 1.0 / (1.0 - self.dropout_p)
 
     def bias_value(self) -> float | Tensor:
-        """Return the bias as a number or a tensor broadcastable to (B, Hq, N, 1); None becomes the paper's rule."""
+        """Return the bias as a number or a tensor broadcastable to (B, Hq, N, 1).
+
+        None becomes the paper's rule, less ``NORMALIZED_MARGIN`` with ``normalize``.
+        """
         if self.bias is not None:
             return self.bias if self.bias.dim() else self.bias.item()
+        margin = NORMALIZED_MARGIN if self.normalize else 0.0
         if self.key_lengths is None:
-            return log_size_bias(self.key.shape[-2], self.key.device)
+            return log_size_bias(self.key.shape[-2], self.key.device) - margin
         wide = torch.promote_types(self.query.dtype, torch.float32)  # not always float64, which some devices lack
         lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # the bias of an empty sample is not used
-        return log_length_bias(lengths).view(-1, 1, 1, 1)
+        return log_length_bias(lengths).view(-1, 1, 1, 1) - margin
 
     def rows(self, start: int, stop: int) -> Problem:
         """Return the problem restricted to the queries start … stop - 1; it must not have a ``BlockMask``."""

@@ -110,7 +110,7 @@ def sigmoid_varlen_attention(
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
         is_causal: if True, a query attends to keys up to the one it is aligned with.
         bias: b, a number or a floating-point tensor broadcastable to (B, Hq, 1, 1), with gradient. None is the paper's
-            rule (App. E), -log of each sequence's number of keys.
+            rule (App. E), -log of each sequence's number of keys; 6 less with ``normalize``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
             max_q, max_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from its first. It
             combines with is_causal and window.

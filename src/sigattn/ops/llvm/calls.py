@@ -160,7 +160,7 @@ class _Call:
         self.args.bias.data, self.args.lengths = address + _BIAS_VALUE, address + _M
         self.args.row_terms.data = address + _ZERO
         self._tensors: list[Tensor] = []
-        if p.bias is not None or p.key_lengths is not None:
+        if p.bias is not None or p.key_lengths is not None or p.normalize:
             self._set_bias(p)
         if p.key_lengths is not None:
             # a copy within bounds, because whoever shares the memory of the lengths may change them during the call
