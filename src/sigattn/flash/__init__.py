@@ -8,9 +8,9 @@ aligned with the last key. As in flash-attn, several query heads may share a key
 Every function has five more arguments, after those of flash-attn:
 
 - ``sigmoid_bias``: b. None is the paper's rule, -log n, where n is the number of keys of the sample or sequence (App.
-  E), 6 less with ``normalize``; else a number, or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
-  1). (``flash_attn_with_kvcache`` has no default, because -log n would change as the cache grows. The default of the
-  paper's own kernel is 0.)
+  E), 6 less with ``normalize``; else a number, or a floating-point tensor, with gradient: 0-d, (B,) one per sample or
+  sequence, or (B or 1, Hq or 1). (``flash_attn_with_kvcache`` has no default, because -log n would change as the cache
+  grows. The default of the paper's own kernel is 0.)
 - ``sigmoid_precision``: "accurate" or "fast"; None for the setting of ``sigattn.set_sigmoid_precision``.
 - ``backend``: as in ``sigattn.sigmoid_attention``; None selects the fastest that supports the call.
 - ``attn_mask``: a mask, bool or added to the logits, of the shape that each function documents; None for none.

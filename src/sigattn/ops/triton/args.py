@@ -42,7 +42,8 @@ class Scales(NamedTuple):
 class Bias(NamedTuple):
     """The bias b, by ``Options.BIAS``, and the exponent of float16 weights, by ``Options.SHIFT`` (activation.py).
 
-    ``value`` is -log₂e · b; ``row_stride`` the distance from a query's entry to the next one's.
+    ``value`` is -log₂e · b, or what is added to that of a "length"; ``row_stride`` the distance from a query's entry to
+    the next one's.
     """
 
     pointer: Any
@@ -96,7 +97,8 @@ class Options(NamedTuple):
         D, DV: features of query and key, and of value.
         BLOCK_M, BLOCK_N: queries and keys of a tile.
         GROUP: query heads that share a key head.
-        BIAS: "number", "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys).
+        BIAS: "number", "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys,
+            less a constant).
         MASK: "none", "bool" or "added".
         SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
         SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee" or "tf32".

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import dropout
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import activation, fitting, launch_cache, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
 from sigattn.ops.triton.forward import fwd_kernel
@@ -230,10 +230,11 @@ def _bias(p: Problem | VarlenProblem, shape: Shape) -> tuple[Bias, tuple[int, in
         return bias, (b, h) if kind == "tensor" else (0, 0), kind
     if p.bias is not None:
         number = p.bias.item()
-    elif shape.packed or (isinstance(p, Problem) and p.key_lengths is not None):
-        return Bias(None, 0.0, 0, None, 0.0), (0, 0), "length"
     else:
-        number = -math.log(max(shape.m, 1))
+        margin = NORMALIZED_MARGIN if p.normalize else 0.0
+        if shape.packed or (isinstance(p, Problem) and p.key_lengths is not None):
+            return Bias(None, margin * LOG2E, 0, None, 0.0), (0, 0), "length"
+        number = -math.log(max(shape.m, 1)) - margin
     return number_bias(number, p.query.dtype), (0, 0), "number"
 
 

@@ -181,6 +181,8 @@ def load_bias(bias, offset, rows, sizes, OPT: tl.constexpr):
         term = tl.load(bias.pointer).to(tl.float32) * -LOG2E
     elif OPT.BIAS == "length":
         term = tl.log2(tl.maximum(sizes.len_k, 1).to(tl.float32))
+        if OPT.NORMALIZE:
+            term += bias.value
     else:
         tl.static_assert(OPT.BIAS == "number")
         term = bias.value
