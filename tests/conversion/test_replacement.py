@@ -580,3 +580,21 @@ def test_the_report_lists_what_becomes_of_each_softmax():
     ]
     report = convert(Net(FusedAttention()), [X, X])
     assert "(model)  Net  softmax  not attention" in str(report).splitlines()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_mask_that_hides_nothing_changes_nothing(normalize):
+    """The rule of the bias is one, although without a mask it is that of a size."""
+    x = torch.randn(2, 5, 8)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    convert(layer, normalize=normalize)
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    torch.testing.assert_close(layer(x, x, x, key_padding_mask=hidden)[0], layer(x, x, x)[0])
+
+    class Fused(nn.Module):
+        def forward(self, x, mask=None):
+            return F.scaled_dot_product_attention(x, x, x, mask)
+
+    fused = nn.Sequential(Fused())
+    convert(fused, normalize=normalize)
+    torch.testing.assert_close(fused[0](x, torch.ones(5, 5, dtype=torch.bool)), fused[0](x))

@@ -15,7 +15,7 @@ from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
-from sigattn.ops.problem import Problem, log_length_bias, make_problem
+from sigattn.ops.problem import Problem, log_length_bias, log_size_bias, make_problem
 
 
 class SigmoidMultiheadAttention(nn.MultiheadAttention):
@@ -48,7 +48,7 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
             if added_row is not None:
                 nn.init.xavier_normal_(added_row)
 
-    def attention_settings(self) -> tuple[AttentionBias | CallObserver | None, bool]:
+    def attention_settings(self) -> tuple[Any, bool]:
         """Return the bias and ``normalize`` of a call."""
         return self.sigmoid_bias, self.sigmoid_normalize
 
@@ -232,14 +232,14 @@ def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments
     )
 
 
-def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor | None:
+def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor:
     """Return the bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
     num_keys = k.shape[2]
     if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
         return evaluate_bias(sigmoid_bias, q, num_keys, mask)
     visible = None if mask is None else count_visible_keys(mask, num_keys)
     if sigmoid_bias is None:
-        return None if visible is None else log_length_bias(visible)
+        return log_size_bias(num_keys, q.device) if visible is None else log_length_bias(visible)
     if visible is None:
         lengths = torch.full((q.shape[0],), num_keys, device=q.device)
     else:

@@ -265,8 +265,11 @@ def sigmoid_sdpa(
             )
     elif attn_mask is not None:
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
-    elif is_causal and not query.is_nested:  # no query sees the keys beyond the last query
-        bias = log_size_bias(torch.sym_min(num_queries, num_keys), query.device)
+    elif query.is_nested:
+        lengths: Tensor = key.offsets().diff().clamp(min=1)  # type: ignore[attr-defined]
+        bias = log_length_bias(lengths.view(-1, 1, 1, 1))
+    else:  # under a causal mask no query sees the keys beyond the last query
+        bias = log_size_bias(torch.sym_min(num_queries, num_keys) if is_causal else num_keys, query.device)
     options = {"bias": bias, "window": window, "normalize": normalize}
     out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
     return out if sigmoid_bias is None else sigmoid_bias.scaled(out)

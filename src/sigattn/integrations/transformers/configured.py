@@ -51,7 +51,7 @@ class ConfiguredLayer(SigmoidLayer):
 
     def extra_repr(self) -> str:
         """Return the settings of the layer's own class."""
-        return nn.Module.extra_repr(self) if self.softmax_class is nn.Module else self.softmax_class.extra_repr(self)
+        return self.softmax_class.extra_repr(self)
 
 
 class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):

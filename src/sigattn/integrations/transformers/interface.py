@@ -28,7 +28,7 @@ from sigattn.integrations.transformers.selection import wrap_selection
 from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.problem import Problem, combine_window, log_length_bias, make_problem
+from sigattn.ops.problem import Problem, combine_window, log_length_bias, log_size_bias, make_problem
 
 _SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_SINKS}
@@ -237,8 +237,8 @@ def _sigmoid(module: nn.Module, call: Call) -> Tensor:
     return call.sigmoid(_bias(module, call), normalizes(module))
 
 
-def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
-    """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
+def _bias(module: nn.Module, call: Call) -> float | Tensor:
+    """Return b: a number, or broadcastable to (B, Hq, N, 1)."""
     bias = layer_bias(module)
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
     if isinstance(bias, nn.Module):  # perhaps within a wrapper of peft
@@ -246,6 +246,6 @@ def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
     if bias is not None:
         return bias
     if call.mask is None and not call.causal:
-        return None
+        return log_size_bias(num_keys, call.query.device)
     window = combine_window(None, call.causal)
     return log_length_bias(visible_per_query(call.mask, num_queries, num_keys, window, call.query.device))

@@ -45,7 +45,7 @@ def wrap_selection() -> None:
         "_can_set_attn_implementation": _can_set_attn_implementation,
     }
     for name, wrap in wrappers.items():
-        original = vars(PreTrainedModel)[name]
+        original = getattr(PreTrainedModel, name)
         original = getattr(original, "__func__", original)  # of a class method
         if not hasattr(original, "sigattn"):
             wrapped: Any = functools.wraps(original)(wrap(original))
