@@ -30,8 +30,9 @@ SAMPLE = {  # name: options, verdict, layers
     "hiera_tiny_224": ({"embed_dim": 16, "stages": (1, 1, 1, 1)}, "exact", "MaskUnitAttention"),
     "nest_tiny": ({"img_size": 32, "size": (3, 32, 32)}, "exact", "Attention"),
     "mobilenetv4_hybrid_medium_075": ({"size": (3, 64, 64)}, "exact", "MultiQueryAttention2d"),
-    "cait_xxs24_224": ({"depth": 2}, "refused", "TalkingHeadAttn"),
-    "levit_128s": ({}, "refused", "Attention, AttentionDownsample"),
+    "cait_xxs24_224": ({"depth": 2}, "exact", "ClassAttn, TalkingHeadAttn"),
+    "levit_128s": ({}, "exact", "Attention, AttentionDownsample"),
+    "skresnet18": ({"size": (3, 64, 64)}, "refused", "SelectiveKernelAttn"),
     "resnest14d": ({"size": (3, 64, 64)}, "no attention", ""),
 }
 
