@@ -598,3 +598,17 @@ def test_a_mask_that_hides_nothing_changes_nothing(normalize):
     fused = nn.Sequential(Fused())
     convert(fused, normalize=normalize)
     torch.testing.assert_close(fused[0](x, torch.ones(5, 5, dtype=torch.bool)), fused[0](x))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_rule_of_nested_sequences_is_that_of_each(normalize):
+    class Fused(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(Fused())
+    convert(model, normalize=normalize)
+    sequences = [torch.randn(n, 2, 8) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+    for sequence, out in zip(sequences, model(nested).transpose(1, 2).unbind(), strict=True):
+        torch.testing.assert_close(out, model(sequence.transpose(0, 1)[None])[0].transpose(0, 1))

@@ -265,10 +265,10 @@ def sigmoid_sdpa(
             )
     elif attn_mask is not None:
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
-    elif query.is_nested:
+    elif key.layout is torch.jagged:
         lengths: Tensor = key.offsets().diff().clamp(min=1)  # type: ignore[attr-defined]
         bias = log_length_bias(lengths.view(-1, 1, 1, 1))
-    else:  # under a causal mask no query sees the keys beyond the last query
+    elif not query.is_nested:  # under a causal mask no query sees the keys beyond the last query
         bias = log_size_bias(torch.sym_min(num_queries, num_keys) if is_causal else num_keys, query.device)
     options = {"bias": bias, "window": window, "normalize": normalize}
     out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)

@@ -1,6 +1,6 @@
 """Sigmoid weights in the place of a softmax that a layer writes out: a function of its logits with their masks.
 
-A logit of ``HIDDEN_BELOW`` or less is masked, and its weight exactly 0: masks add -inf, the smallest number, -1e9 or
+A logit of ``MASKED_BELOW`` or less is masked, and its weight exactly 0: masks add -inf, the smallest number, -1e9 or
 -1e4. A mask of -100, as in Swin, is a logit like others, as it is for softmax.
 """
 
@@ -16,7 +16,7 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.ops import reference
 from sigattn.ops.problem import log_length_bias
 
-HIDDEN_BELOW = -1000.0
+MASKED_BELOW = -1000.0
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -34,7 +34,7 @@ class WrittenSoftmax(NamedTuple):
     @property
     def visible(self) -> Tensor:
         """True where a key is not masked, (..., M). NaN is not masked."""
-        return ~(self.logits <= HIDDEN_BELOW)
+        return ~(self.logits <= MASKED_BELOW)
 
     @property
     def num_visible(self) -> Tensor:
@@ -63,8 +63,10 @@ class WrittenSoftmax(NamedTuple):
         rows = shape[-2] if len(shape) > 1 else 1
         count = self.num_visible
         b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
-        if not isinstance(b, Tensor) or b.numel() == 1:
-            return b if not isinstance(b, Tensor) else b.view(())
+        if not isinstance(b, Tensor):
+            return b
+        if b.numel() == 1:
+            return b.view(())
         if b.numel() == count.numel():
             return b.view(count.shape)
         try:

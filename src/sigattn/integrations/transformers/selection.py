@@ -94,11 +94,8 @@ def _set_attn_implementation(original: Any) -> Any:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
 
     def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        chooses, before = (
-            _selects_sigmoid(attn_implementation),
-            [m for m in self.modules() if isinstance(m, CONFIGURED)],
-        )
-        token = _choosing.set(chooses or bool(before))
+        chooses = _selects_sigmoid(attn_implementation)
+        token = _choosing.set(chooses or any(isinstance(m, CONFIGURED) for m in self.modules()))
         try:
             with restored(configurations(self)):
                 original(self, attn_implementation, *args, **kwargs)
