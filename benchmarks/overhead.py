@@ -1,8 +1,8 @@
 """``python -m benchmarks overhead``: time of a short call, of a ViT's 196 tokens: on the host and on the GPU.
 
 Calls are timed eagerly, one after another, and as CUDA graphs. "launched through Triton" is our operator without direct
-launches from the launch cache (``tuning.DIRECT_LAUNCH``, ``ops/triton/launch_cache.py``). Without a GPU, only the host
-time before a kernel starts is measured, with kernels that do nothing.
+launches from the launch cache (``tuning.DIRECT_LAUNCH``, ``ops/triton/launch_cache.py``). Without a GPU, only our time on
+the host is measured, for each kind of call, with kernels that do nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from benchmarks.inputs import DTYPES, Options, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import print_rows
 from benchmarks.timing import TimedBenchmark, time_calls, time_graphs
-from sigattn.ops.gradients import NeedsGrad
-from sigattn.ops.problem import Problem
-from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+from sigattn.ops import triton as backend
+from sigattn.ops.triton import launch, launch_cache, launch_decode, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 _COLUMNS = {
@@ -36,6 +36,12 @@ _COLUMNS = {
     "eager": ("microseconds", ".1f"),
     "× softmax": ("fastest_softmax_time_over_this", ".2f"),
     "as graph": ("graph_microseconds", ".1f"),
+}
+_HOST_COLUMNS = {
+    "call": ("call", ""),
+    "pass": ("pass", ""),
+    "µs": ("microseconds", ".1f"),
+    "not in the launch cache": ("uncached_microseconds", ".1f"),
 }
 THROUGH_TRITON = f"{OURS}, launched through Triton"
 
@@ -79,52 +85,73 @@ def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
         written = results.write(host_times=host_times(config))
     if written["rows"]:
         print_rows("microseconds of a short call", written["rows"], _COLUMNS)
-    for r in written["host_times"]:
-        print(
-            f"{r['pass']}: {r['cached_microseconds']:.1f} µs before a kernel starts, {r['first_microseconds']:.1f} at "
-            f"the first call, {r['uncached_microseconds']:.1f} without the launch cache"
-        )
+    print_rows("microseconds of a call on the host, without Triton and the driver", written["host_times"], _HOST_COLUMNS)
     print(f"results: {config.results}")
     return written
 
 
 class _NoOpKernel:
-    """No-op with the parameters of another kernel."""
+    """No-op with the parameters of another kernel, launched by its caller or "compiled"."""
 
     def __init__(self, kernel: Any) -> None:
         self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
 
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda **arguments: _NoOpCompiledKernel()
+
+
+class _NoOpCompiledKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda **arguments: None
+        return lambda *arguments: None
 
 
 @contextlib.contextmanager
 def _no_op_kernels() -> Iterator[None]:
-    names = ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel")
-    kernels: dict[str, Any] = {name: _NoOpKernel(getattr(launch, name)) for name in names}
-    try:
-        with mock.patch.multiple(launch, **kernels):
-            launch_cache.clear()
-            yield
-    finally:
-        launch_cache.clear()  # its entries launch the no-ops
+    """Replace the kernels by no-ops, and support CPU tensors."""
+    kernels = {launch: ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"), launch_decode: ("decode_kernel",)}
+    with contextlib.ExitStack() as stack:
+        stack.callback(launch_cache.clear)  # its entries launch the no-ops
+        for module, names in kernels.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, _NoOpKernel(getattr(module, name))))
+        stack.enter_context(mock.patch.object(backend, "_device_unavailable", lambda device: None))
+        launch_cache.clear()
+        yield
+
+
+def host_calls(config: OverheadBenchmark) -> dict[str, Callable[[], Tensor]]:
+    """Return short calls of each kind, by name; those with a gradient require it."""
+    n, heads, head_dim = config.n, config.num_heads, config.head_dim
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(DTYPES[config.dtype])
+
+    def dense(**options: Any) -> Callable[[], Tensor]:
+        q, k, v = (random(1, n, heads, head_dim).transpose(1, 2).requires_grad_() for _ in range(3))
+        return lambda: sigmoid_attention(q, k, v, backend="triton", **options)
+
+    q, k, v = (random(2 * n, heads, head_dim).requires_grad_() for _ in range(3))
+    starts = torch.tensor([0, n, 2 * n], dtype=torch.int32)
+    query, keys, values = random(1, 1, heads, head_dim), *random(2, 1, 16 * n, heads, head_dim)
+    lengths = torch.tensor([8 * n], dtype=torch.int32)
+    return {
+        "dense": dense(),
+        "normalize, causal": dense(normalize=True, is_causal=True),
+        "bias tensor": dense(bias=torch.full((heads, 1, 1), -4.0)),
+        "mask": dense(attn_mask=torch.ones(n, n, dtype=torch.bool)),
+        "dropout": dense(dropout_p=0.1),
+        "packed": lambda: sigmoid_varlen_attention(q, k, v, starts, starts, n, n, backend="triton"),
+        "cached": lambda: sigmoid_kvcache_attention(
+            query, keys, values, bias=-4.0, cache_seqlens=lengths, backend="triton"
+        ),
+    }
 
 
 def host_times(config: OverheadBenchmark) -> list[dict[str, Any]]:
-    """Return the microseconds of a pass on the host before its kernels start.
+    """Return the microseconds of a call on the host without those of Triton and of the driver.
 
-    first: with an empty launch cache. cached: from the cache. uncached: without a cache.
+    microseconds: of a call that is in the launch cache. uncached_microseconds: of one that is not.
     """
-    shape = (1, config.n, config.num_heads, config.head_dim)
-    q, k, v, grad = (torch.randn(shape).to(DTYPES[config.dtype]).transpose(1, 2) for _ in range(4))
-    problem = Problem(q, k, v)
-    passes: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "forward": (lambda: launch.forward(problem), lambda: launch._forward(kernel_args.prepare(problem))),
-        "backward": (
-            lambda: launch.backward(problem, grad, NeedsGrad()),
-            lambda: launch._backward(kernel_args.prepare(problem), grad, NeedsGrad()),
-        ),
-    }
 
     def time(call: Callable[[], Any]) -> float:
         call()
@@ -132,16 +159,23 @@ def host_times(config: OverheadBenchmark) -> list[dict[str, Any]]:
         repeats = max(1, int(config.round_seconds / timeit.timeit(call, number=10) * 10))
         return min(timeit.repeat(call, number=repeats, repeat=config.rounds)) / repeats * 1e6
 
+    def train(call: Callable[[], Tensor]) -> Callable[[], Any]:
+        out = call()
+        node, gradient = out.grad_fn, torch.randn_like(out)
+        assert node is not None
+        leaves = [function.variable for function, _ in node.next_functions if hasattr(function, "variable")]
+        return lambda: torch.autograd.grad(call(), leaves, gradient)
+
     rows = []
     with _no_op_kernels():
-        for name, (call, uncached) in passes.items():
-
-            def first(call: Callable[[], Any] = call) -> None:
-                launch_cache.clear()
-                call()
-
-            found = {"first": time(first), "cached": time(call), "uncached": time(uncached)}
-            rows.append({"pass": name, **{f"{key}_microseconds": value for key, value in found.items()}})
+        for name, call in host_calls(config).items():
+            passes = {FORWARD: torch.no_grad()(call)}
+            if call().requires_grad:
+                passes[TRAINING] = train(call)
+            for direction, timed in passes.items():
+                row = {"call": name, "pass": direction, "microseconds": time(timed)}
+                with mock.patch.object(launch_cache, "run", lambda function, *arguments: function(*arguments)):
+                    rows.append({**row, "uncached_microseconds": time(timed)})
     return rows
 
 

@@ -241,7 +241,7 @@ def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -
     def call() -> list[torch.Tensor]:
         with _tables_for(kernel, candidate, problem, inputs):
             if needs is None:
-                return [launch.forward(problem)]
+                return [launch.forward(problem).out]
             return [t for t in launch.backward(problem, inputs.grad_out, needs) if t is not None]
 
     return call

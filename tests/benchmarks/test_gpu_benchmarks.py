@@ -191,8 +191,9 @@ def test_overhead(tmp_path):
     } <= ours
     assert tuning.DIRECT_LAUNCH
     assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == report["rows"]
+    assert {(r["call"], r["pass"]) for r in report["host_times"]} >= {("dense", "training"), ("cached", "forward")}
     for row in report["host_times"]:  # a call from the cache does less
-        assert 0 < row["cached_microseconds"] < min(row["first_microseconds"], row["uncached_microseconds"])
+        assert 0 < row["microseconds"] < row["uncached_microseconds"]
 
 
 def test_tune(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     p, _ = problem_of(*size, causal, dtype)
     exact, rough = formula(p, torch.float64), formula(p, dtype)
     for simulated.order in ORDERS:
-        assert_as_good_as_formula(launch.forward(p), exact, rough, 1.0)
+        assert_as_good_as_formula(launch.forward(p).out, exact, rough, 1.0)
     assert set(simulated.started) == {"hopper_fwd_kernel"}
 
 
@@ -126,7 +126,7 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: HopperConfig(64, 2, sigmoid=sigmoid)})
     p, _ = problem_of(130, 130, False, torch.bfloat16)
     p.query[0, 0, 7, 3] = torch.nan
-    out = launch.forward(p)
+    out = launch.forward(p).out
     assert out[0, 0, 7].isnan().all()
     assert out.isnan().sum() == 64
 
@@ -135,7 +135,7 @@ def test_the_tables(simulated):
     """Every configuration in the tables, at both head sizes."""
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
-        assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
+        assert_as_good_as_formula(launch.forward(p).out, formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
         found = launch.backward(p, grad, NeedsGrad(True, True, True))
         for mine, t, r in zip(
             found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
@@ -180,7 +180,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
         exact, rough = formula(p, torch.float64), formula(p, p.query.dtype)
-        assert_as_good_as_formula(launch.forward(p), exact, rough, 1.0, what)
+        assert_as_good_as_formula(launch.forward(p).out, exact, rough, 1.0, what)
         return
     needs = NeedsGrad(kernel == tuning.DQ, kernel == tuning.DKDV, kernel == tuning.DKDV)
     found = launch.backward(p, grad, needs)
@@ -266,7 +266,7 @@ def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
 
     def is_wrong(order):
         simulated.order = order
-        found = [launch.forward(p)] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
+        found = [launch.forward(p).out] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
         return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, exact, strict=True))
 
     if error is None:

@@ -1,6 +1,7 @@
 """Launch cache: repeated calls are not prepared again, and use nothing of the first call's tensors."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from sigattn import sigmoid_attention
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import kernel_args, launch_cache, tuning
+from sigattn.ops.triton import kernel_args, launch, launch_cache, launch_decode, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
@@ -113,37 +115,175 @@ def test_different_calls_have_different_keys(prepared):
     assert after[1] == after[0]  # the second round repeats the first
 
 
-def test_alignment_and_dtype_are_part_of_the_key():
+def test_alignment_and_dtype_are_part_of_the_key(prepared):
     """Kernels are specialised by dtype and by the alignment of each address to 16 bytes."""
-    aligned = tensors(0, n=4)
+    aligned = [t.detach() for t in tensors(0, n=4)]
     moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
 
-    def kind(operands):
-        return launch_cache.cache_key(Problem(*operands[:3]), operands[3])
+    def call(operands):
+        q, k, v = (t.requires_grad_() for t in operands[:3])
+        out = sigmoid_attention(q, k, v, attn_mask=operands[3][0, 0, :, :1], backend="triton")
+        torch.autograd.grad(out, (q, k, v), operands[3])
 
-    kinds = {kind(aligned), kind([*aligned[:3], aligned[3].bfloat16()])}  # the gradient's dtype may be another
-    for at in range(4):
-        kinds.add(kind([*aligned[:at], moved[at], *aligned[at + 1 :]]))
-    assert len(kinds) == 6
-    assert kind(tensors(1, n=4)) == kind(aligned)
+    call(aligned)
+    for i in range(4):
+        call([*aligned[:i], moved[i], *aligned[i + 1 :]])
+    call([*aligned[:3], aligned[3].bfloat16().float()])
+    assert len(prepared) == 10
+    call([*aligned[:3], aligned[3].double()[..., :].to(torch.bfloat16).float()])
+    assert len(prepared) == 10
 
 
-def test_only_plain_calls_are_cached(prepared):
+OPTIONS = {
+    "mask": lambda g: {"attn_mask": torch.rand(2, 1, 20, 20, generator=g) < 0.7},
+    "one mask for all": lambda g: {"attn_mask": torch.rand(20, 20, generator=g) < 0.7},
+    "added mask": lambda g: {"attn_mask": torch.randn(2, 3, 20, 20, generator=g).requires_grad_()},
+    "ALiBi": lambda g: {"alibi_slopes": torch.rand(3, generator=g).requires_grad_()},
+    "lengths": lambda g: {"key_lengths": torch.randint(21, (2,), generator=g)},
+    "bias of heads": lambda g: {"bias": torch.randn(3, 1, 1, generator=g).requires_grad_()},
+    "scalar": lambda g: {"bias": torch.randn((), generator=g).requires_grad_()},
+    "normalize": lambda g: {"normalize": True, "is_causal": True},
+    "normalize, far below": lambda g: {"normalize": True, "bias": -300.0},
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in OPTIONS), ("bias of heads", torch.float16)])
+def test_every_kind_of_call_is_cached(prepared, name, dtype):
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name](generator).items()}
+        operands = [t.detach().to(dtype).requires_grad_() for t in tensors(seed, (2, 3, 20, 16))]
+        leaves = [*operands, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+        results = []
+        for backend in ("triton", "reference"):
+            out = sigmoid_attention(*operands, backend=backend, **options)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        for a, b in zip(*results, strict=True):
+            error = (a - b).float().norm() / b.float().norm().clamp(min=1e-6)
+            assert error < (1e-4 if dtype is torch.float32 else 1e-2)
+    assert len(prepared) == 2
+
+
+def test_dropout_is_cached_with_a_new_seed_each_time(prepared):
     q, k, v = tensors(0)
-    for options in (
-        {"alibi_slopes": torch.ones(1, device=DEVICE)},
-        {"attn_mask": torch.ones(20, 20, dtype=torch.bool, device=DEVICE)},
-        {"key_lengths": torch.tensor([7])},
-        {"bias": torch.zeros(20, 1, device=DEVICE)},
-    ):
-        before = len(prepared)
-        for _ in range(2):
-            check(q, k, v, **options)
-        assert len(prepared) == before + 4
-    before = len(prepared)
-    for _ in range(2):
-        sigmoid_attention(q, k, v, dropout_p=0.5, backend="triton")
-    assert len(prepared) == before + 2
+    outs, expected = [], []
+    for seed in range(3):
+        for backend, results in (("triton", outs), ("reference", expected)):
+            torch.manual_seed(seed)
+            results.append(both_passes(q, k, v, backend, dropout_p=0.5))
+    assert len(prepared) == 2
+    assert not torch.equal(outs[1][0], outs[2][0])
+    for one, other in zip(outs, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": True, "is_causal": True}], ids=["plain", "normalize"])
+def test_packed_sequences_are_cached_whatever_their_lengths(prepared, options):
+    for seed, ends in enumerate([(3, 12, 20), (9, 9, 19), (0, 15, 16)]):
+        cu = torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
+        q, k, v = (t[0] for t in tensors(seed, (1, 20, 2, 16)))
+        found, expected = (
+            torch.autograd.grad((out := sigmoid_varlen_attention(q, k, v, cu, cu, 16, 16, backend=b, **options)).square().sum(), (q, k, v)) + (out,)
+            for b in ("triton", "reference")
+        )  # fmt: skip
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+    assert len(prepared) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": True}, {"num_splits": 1}, {"normalize": True, "num_splits": 1}, {"table": True}],
+    ids=str,
+)
+def test_decoding_is_cached_whatever_the_lengths(prepared, monkeypatch, options):
+    """The sum over the parts of the keys is stored with the kernel."""
+    count, arguments = [], launch_decode.arguments
+    monkeypatch.setattr(launch_decode, "arguments", lambda p: count.append(1) or arguments(p))
+    has_table = options.get("table", False)
+    options = {key: x for key, x in options.items() if key != "table"}
+    for seed, lengths in enumerate([(4, 100), (128, 7), (1, 64)]):
+        generator = torch.Generator().manual_seed(seed)
+        q, keys, values = (
+            torch.randn(2, n, 2, 16, generator=generator).to(DEVICE) for n in (1, 128, 128)
+        )
+        table = None
+        if has_table:
+            keys, values = (t.view(8, 32, 2, 16) for t in (keys, values))
+            table = torch.randperm(8, generator=generator).view(2, 4).to(DEVICE)
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        found, expected = (
+            sigmoid_kvcache_attention(
+                q, keys, values, bias=-3.0, cache_seqlens=seqlens, block_table=table, backend=backend, **options
+            )
+            for backend in ("triton", "reference")
+        )
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    assert len(count) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p: p.query * float(p.query.sum()),  # a value that another call may not have
+        lambda p: p.query if (p.query > 0).any() else p.query + 1,
+        lambda p: p.query + HIDDEN,  # a tensor of unknown origin
+    ],
+    ids=["number", "branch", "unknown tensor"],
+)
+def test_a_pass_that_depends_on_other_things_is_not_stored(prepared, function):
+    for seed in range(3):
+        problem = Problem(*(t.detach() for t in tensors(seed)))
+        assert torch.equal(launch_cache.run(function, problem), function(problem))
+
+
+HIDDEN = torch.ones(1, device=DEVICE)
+
+
+def test_changes_in_place_are_steps(prepared):
+    """Also those of a view, whose base is returned."""
+
+    def function(p):
+        out = torch.zeros_like(p.query)
+        out[..., 0] = p.key[..., 0]
+        out[..., 1].copy_(p.value[..., 1]).mul_(2)
+        torch.add(p.query[..., 2], 1, out=out[..., 2])
+        parts = torch.stack([out, p.query.contiguous()]).unbind(0)
+        return Result(parts[0], parts[1].sum(-1), p.key.new_full((2,), 3.0))
+
+    for seed in range(3):
+        problem = Problem(*(t.detach() for t in tensors(seed)))
+        found = launch_cache.run(function, problem)
+        for a, b in zip(found, function(problem), strict=True):
+            assert torch.equal(a, b)
+
+
+class NoOpKernel:
+    arg_names = ("query", "out")
+
+    def __getitem__(self, grid):
+        return lambda **arguments: None
+
+
+def test_passes_of_threads_are_recorded_apart(prepared):
+    """As autograd's threads, one for each device."""
+    both_inside = threading.Barrier(2)
+
+    def function(p):
+        both_inside.wait(10)
+        out = torch.empty_like(p.query)
+        launch_cache.launch(NoOpKernel(), (1,), DEVICE, {}, {"query": p.query, "out": out})
+        both_inside.wait(10)
+        return out
+
+    problems = [Problem(*(t.detach() for t in tensors(n, (1, 1, n, 16)))) for n in (20, 21)]
+    threads = [threading.Thread(target=launch_cache.run, args=(function, problem)) for problem in problems]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(stored.steps) for stored in launch_cache._cache.values()] == [2, 2]
 
 
 def test_some_gradients_only(prepared):

@@ -8,8 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
-from sigattn.ops.normalization import new_row_sums
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,24 +47,20 @@ def _device_unavailable(device: torch.device) -> str | None:
 
 def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
     """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv); no weights are saved."""
-    from sigattn.ops.triton import launch
+    from sigattn.ops.triton import launch, launch_cache
 
-    if not problem.normalize:
-        return without_saved(launch.forward(problem))
-    row_sums = new_row_sums(problem.query).zero_()  # rows of no sequence have no program
-    out = launch.forward(problem, row_sums)
-    return Result(out, out.new_empty(0), row_sums)
+    return launch_cache.run(launch.forward, problem)
 
 
 def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> Result:
     """Return the output of queries against a cache, (B, N, Hq, Dv)."""
-    from sigattn.ops.triton import launch_decode
+    from sigattn.ops.triton import launch_cache, launch_decode
 
-    return launch_decode.forward(problem)
+    return launch_cache.run(launch_decode.forward, problem)
 
 
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients that are needed."""
-    from sigattn.ops.triton import launch
+    from sigattn.ops.triton import launch, launch_cache
 
-    return launch.backward(problem, grad_out, needs_grad, result)
+    return launch_cache.run(launch.backward, problem, grad_out, needs_grad, *(result if problem.normalize else ()))

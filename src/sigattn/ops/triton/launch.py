@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, without_saved
+from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
@@ -32,7 +33,7 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
     tensors = [x for x in (arguments.get(key) for key in _IN_ROWS) if x is not None]
     unit = kernel_args.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
-    def run(config: Config) -> launch_cache.Launched:
+    def run(config: Config) -> None:
         tiled_options = options._replace(
             SIGMOID=options.SIGMOID if options.NORMALIZE else kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
             BLOCK_M=config.block_m,
@@ -42,29 +43,22 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         described = tma.describe(arguments, tiled_options) if config.tma else None
         all_arguments = {**arguments, **(described or {}), "OPT": tiled_options._replace(TMA=described is not None)}
         settings = {"num_warps": config.warps, "num_stages": config.stages}
-        return launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
+        launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
 
     config = launch.config(name, mask_gradient=options.NEED_MASK != "none")
     if programs(config):
         mask = launch.problem.attn_mask
         kind = (launch.problem.query.device, options, launch.problem.query.dtype, None if mask is None else mask.dtype)
-        launch.launches.append(fitting.launch_fitting(kernel.__name__, kind, config, run))
+        fitting.launch_fitting(kernel.__name__, kind, config, run)
 
 
-def forward(problem: Problem | VarlenProblem, row_sums: Tensor | None = None) -> Tensor:
-    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0.
-
-    row_sums: where to write sums and lifts (``normalization.new_row_sums``), if the problem normalises; else None.
-    """
-    key = launch_cache.cache_key(problem)
-    inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
-    if (cached := launch_cache.lookup((tuning.FWD, key))) is not None:
-        return cached(inputs)["out"]
-    launch = kernel_args.prepare(problem)
-    out = _forward(launch, row_sums)
-    if key is not None:
-        launch_cache.store((tuning.FWD, key), launch.launches, inputs, {"out": out})
-    return out
+def forward(problem: Problem | VarlenProblem) -> Result:
+    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
+    if not problem.normalize:
+        return without_saved(_forward(kernel_args.prepare(problem)))
+    row_sums = new_row_sums(problem.query).zero_()  # rows of no sequence have no program
+    out = _forward(kernel_args.prepare(problem), row_sums)
+    return Result(out, out.new_empty(0), row_sums)
 
 
 def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
@@ -87,23 +81,13 @@ def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
 
 
 def backward(
-    problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, result: Result | None = None
+    problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, *result: Tensor
 ) -> Gradients:
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
-    key = launch_cache.cache_key(problem, grad_out) if not any(needs_grad[3:]) else None
-    inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
-    if (cached := launch_cache.lookup((needs_grad, key))) is not None:
-        new = cached(inputs)
-        return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
     launch = kernel_args.prepare(problem)
-    if result is not None and problem.normalize:
-        launch.arguments["row_sums"] = _row_numbers(problem, grad_out, result)
-    gradients = _backward(launch, limit_strides(grad_out), needs_grad)
-    if key is not None:
-        outputs = {"grad_query": gradients.query, "grad_key": gradients.key, "grad_value": gradients.value}
-        if launch.launches:
-            launch_cache.store((needs_grad, key), launch.launches, inputs, outputs)
-    return gradients
+    if result:
+        launch.arguments["row_sums"] = _row_numbers(problem, grad_out, Result(*result))
+    return _backward(launch, limit_strides(grad_out), needs_grad)
 
 
 def _row_numbers(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result) -> Tensor:

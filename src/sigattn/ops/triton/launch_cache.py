@@ -1,11 +1,14 @@
-"""Cache of launches of plain calls: a model calls attention with the same shapes again and again.
+"""Cache of whole passes: a model calls attention with the same shapes again and again.
 
-The second call with a key is stored (a first may be the only one). From the third on, only the tensors are put into the
-stored arguments. Entries hold no tensors. Plain calls have a number as bias, and neither masks, ALiBi, key lengths nor
-dropout.
+``run`` calls a function that prepares and launches the kernels of a pass. The second call with a key is recorded (a
+first may be the only one): each operator of PyTorch and each launch is a step, a function and its arguments, in which a
+slot stands for a tensor of the call or of an earlier step. From the third call on, only the steps are run, with other
+tensors in the slots. The key has all else: dtype, sizes, strides, device and alignment of each tensor, the numbers and
+flags of the problem, and settings. A pass that reads a tensor's values, or launches a kernel with a tensor of unknown
+origin, is not stored. Entries hold no tensors.
 
-With ``tuning.DIRECT_LAUNCH`` a cached launch starts the compiled kernel itself, instead of through Triton, which binds
-and specialises every argument again (30 µs). That is done with the versions of Triton for which
+With ``tuning.DIRECT_LAUNCH`` a step starts the compiled kernel itself, instead of through Triton, which binds and
+specialises every argument again (30 µs). That is done with the versions of Triton for which
 ``tests/ops/compiled/test_direct_launch.py`` has shown that both pass the same arguments; others launch through Triton.
 """
 
@@ -13,125 +16,51 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+import operator
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from sigattn.ops.problem import Problem, VarlenProblem
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import tuning
 
 _MAX_ENTRIES = 512
-_cache: dict[Hashable, CachedCall] = {}
+_cache: dict[Hashable, Pass | None] = {}  # None: not to be stored
 _seen: set[Hashable] = set()
+_state = threading.local()  # .recording: that of a pass in this thread
+
+R = TypeVar("R")
+Fill = Callable[[list[Any]], Any]  # returns an argument, given the tensors in the slots
 
 
-class Launched(NamedTuple):
-    """A launch: grid, arguments by parameter, options, and the kernel that Triton compiled for it."""
+def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCacheProblem, *rest: Any) -> R:
+    """Return ``function(problem, *rest)``, from the cache if the call has been recorded.
 
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, int]
-    compiled: Any
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, options: dict[str, int], arguments: dict[str, Any]
-) -> Launched:
-    """Launch a kernel through Triton."""
-    options = {**options, "enable_fp_fusion": True}  # Triton 3.9 warns that its default will change
-    with _on(device):
-        compiled = kernel[grid](**arguments, **options)
-    return Launched(kernel, grid, arguments, options, compiled)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-class TensorRef(NamedTuple):
-    """Placeholder of a tensor: its name, and its TMA descriptor without the tensor, if it is passed as one."""
-
-    name: str
-    descriptor: Any
-
-    def resolve(self, tensors: dict[str, Tensor]) -> Any:
-        """Return the tensor, or a descriptor of it."""
-        if self.descriptor is None:
-            return tensors[self.name]
-        descriptor = copy.copy(self.descriptor)
-        descriptor.base = tensors[self.name]
-        return descriptor
-
-
-class CachedLaunch:
-    """A launch with placeholders for tensors."""
-
-    def __init__(self, first: Launched, tensors: dict[str, TensorRef]) -> None:
-        self.first: Launched = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
-        self.tensors = tensors
-        order = first.kernel.arg_names
-        self.ordered: list[Any | None] = [self.first.arguments.get(name) for name in order]
-        self.positions: list[tuple[Any, TensorRef]] = [(order.index(name), tensor) for name, tensor in tensors.items()]
-
-    def __call__(self, tensors: dict[str, Tensor]) -> None:
-        kernel, grid, arguments, options, compiled = self.first
-        if not tuning.DIRECT_LAUNCH or compiled is None:  # None in Triton's interpreter
-            kernel[grid](**arguments, **{k: x.resolve(tensors) for k, x in self.tensors.items()}, **options)
-            return
-        ordered = self.ordered.copy()
-        for position, tensor in self.positions:
-            ordered[position] = tensor.resolve(tensors)
-        compiled[(*grid, 1, 1)](*ordered)
-
-
-class CachedCall(NamedTuple):
-    """Launches of a call, and size, strides and dtype of its outputs."""
-
-    launches: list[CachedLaunch]
-    outputs: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
-
-    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the kernels on other tensors with the same key and return the outputs."""
-        device = inputs["query"].device
-        new = {
-            name: torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for name, (size, stride, dtype) in self.outputs.items()
-        }
-        tensors = inputs | new
-        with _on(device):
-            for cached in self.launches:
-                cached(tensors)
-        return new
-
-
-def cache_key(problem: Problem | VarlenProblem, *others: Tensor) -> Hashable:
-    """Return what determines the launches of a plain problem, or None if it is not plain.
-
-    others: tensors besides Q, K and V.
+    function: returns a tensor, or a tuple of tensors and None; it depends on nothing but its arguments and settings.
+    rest: tensors, or hashable values.
     """
-    p = problem
-    if isinstance(p, VarlenProblem) or p.normalize or (p.bias is not None and p.bias.dim()):
-        return None
-    if any(x is not None for x in (p.attn_mask, p.alibi_slopes, p.key_lengths, p.mask_table, p.seed)):
-        return None
-    q = p.query
-    # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
-    tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *others))
-    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
-    tables = (tuning.kernel_config, tuning.WARP_SPECIALIZED)
-    hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)
-    precision = None
-    if q.dtype is torch.float32:
-        precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
-    return tensors, q.device, numbers, p.deterministic, tables, hopper, precision
-
-
-def lookup(key: Hashable) -> CachedCall | None:
-    """Return the cached call with a key, or None."""
-    return _cache.get(key)
+    tensors: list[Tensor] = []
+    key: list[Any] = [function]
+    for x in (*problem, *rest):
+        if not isinstance(x, Tensor):
+            key.append(x)
+        elif x is problem.bias and not x.dim():  # a number
+            key.append(x.item())
+        else:
+            tensors.append(x)
+            # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
+            key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
+    key += _settings(problem.query)
+    found = tuple(key)
+    if (stored := _cache.get(found)) is not None:
+        return stored(tensors)  # type: ignore[no-any-return]
+    if found in _cache or not _is_second(found):
+        return function(problem, *rest)
+    return _record(found, function, (problem, *rest))
 
 
 def clear() -> None:
@@ -140,47 +69,245 @@ def clear() -> None:
     _seen.clear()
 
 
-def store(
-    key: Hashable, launches: list[Launched], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, options: dict[str, int], arguments: dict[str, Any]
 ) -> None:
-    """Store the launches of a call, unless it is the first with its key or the kernels used other tensors."""
-    if key not in _seen:
-        if len(_seen) >= 4 * _MAX_ENTRIES:
-            _seen.clear()
-        _seen.add(key)
+    """Launch a kernel through Triton, as a step of the pass that is recorded."""
+    options = {**options, "enable_fp_fusion": True}  # Triton 3.9 warns that its default will change
+    recording: Recording | None = getattr(_state, "recording", None)
+    with _on(device), torch._C.DisableTorchFunction():
+        compiled = kernel[grid](**arguments, **options)
+    if recording is None:
         return
-    new = {name: t for name, t in outputs.items() if t is not None}
-    cached = []
-    for launched in launches:
-        refs = {parameter: _refer(parameter, x, inputs | new) for parameter, x in launched.arguments.items()}
-        if _UNKNOWN in refs.values():
-            return
-        cached.append(CachedLaunch(launched, {parameter: x for parameter, x in refs.items() if x is not None}))
-    if not new.keys() <= {x.name for launched in cached for x in launched.tensors.values()}:
-        return
+    if tuning.DIRECT_LAUNCH and compiled is not None:  # None in Triton's interpreter
+        ordered = [arguments.get(name) for name in kernel.arg_names]
+        recording.add(compiled[(*grid, *(1,) * (3 - len(grid)))], ordered, {}, None)
+    else:
+        recording.add(kernel[grid], (), {**arguments, **options}, None)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _settings(query: Tensor) -> tuple[Any, ...]:
+    """Return what a pass depends on besides its arguments."""
+    special = tuning.WARP_SPECIALIZED
+    hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(query.shape[-1]) for kernel in special) if special else ()
+    precision = None
+    if query.dtype is torch.float32:
+        precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
+    return tuning.kernel_config, tuning.decode_config, special, hopper, tuning.DIRECT_LAUNCH, precision
+
+
+def _is_second(key: Hashable) -> bool:
+    if key in _seen:
+        return True
+    if len(_seen) >= 4 * _MAX_ENTRIES:
+        _seen.clear()
+    _seen.add(key)
+    return False
+
+
+def _record(key: Hashable, function: Callable[..., R], arguments: Sequence[Any]) -> R:
+    """Call a function, and store its steps."""
+    problem, *rest = arguments
+    used: set[int] = set()
+    tensors: list[Tensor] = []
+
+    def distinct(x: Any) -> Any:  # one tensor may be query, key and value: another call's are three
+        if not isinstance(x, Tensor) or (x is problem.bias and not x.dim()):
+            return x
+        tensors.append(x.detach() if id(x) in used else x)
+        used.add(id(x))
+        return tensors[-1]
+
+    problem = type(problem)(*map(distinct, problem))
+    rest = [distinct(x) for x in rest]
+    recording = Recording(tensors, problem.bias)
+    _state.recording = recording
+    try:
+        with recording:
+            result = function(problem, *rest)
+    finally:
+        _state.recording = None
     if len(_cache) >= _MAX_ENTRIES:
         _cache.clear()
-    _cache[key] = CachedCall(cached, {name: (t.shape, t.stride(), t.dtype) for name, t in new.items()})
+    _cache[key] = recording.finish(result, problem.query.device)
+    return result
 
 
-_UNKNOWN = TensorRef("", None)
+class Step(NamedTuple):
+    """Call of a function: its arguments, those that are tensors to be filled in, and the slots of its results.
 
-
-def _refer(parameter: str, x: Any, tensors: dict[str, Tensor]) -> TensorRef | None:
-    """Return a placeholder for an argument's tensor; None if it has none, ``_UNKNOWN`` if that is not in ``tensors``.
-
-    Prefers the parameter's own name, because one tensor may be query, key and value.
+    ``positions`` and ``names`` have what is filled in, by index in ``args`` and by name in ``kwargs``. ``slots`` is the
+    slot of the result, those of a tuple, or None.
     """
-    if isinstance(x, tuple):
-        return _UNKNOWN if any(_refer("", field, {}) for field in x) else None
-    t = x if isinstance(x, Tensor) else getattr(x, "base", None)
-    if not isinstance(t, Tensor):
+
+    function: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    positions: list[tuple[int, Fill]]
+    names: list[tuple[str, Fill]]
+    slots: int | list[int | None] | None
+
+    def __call__(self, values: list[Any]) -> None:
+        args, kwargs = self.args, self.kwargs
+        if self.positions:
+            args = args.copy()
+            for position, fill in self.positions:
+                args[position] = fill(values)
+        if self.names:
+            kwargs = kwargs | {name: fill(values) for name, fill in self.names}
+        result = self.function(*args, **kwargs)
+        if isinstance(self.slots, int):
+            values[self.slots] = result
+        elif self.slots is not None:
+            for slot, x in zip(self.slots, result, strict=True):
+                if slot is not None:
+                    values[slot] = x
+
+
+class Pass(NamedTuple):
+    """Steps of a pass, number of its slots, of which the first are the tensors of the call, and its result."""
+
+    steps: list[Step]
+    num_slots: int
+    result: Fill
+    device: torch.device
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Run the steps with other tensors, and return the result."""
+        values = tensors + [None] * (self.num_slots - len(tensors))
+        with _on(self.device):
+            for step in self.steps:
+                step(values)
+        return self.result(values)
+
+
+# What may be asked of a tensor without a result that depends on its values. (An address counts as its alignment.)
+_METADATA = frozenset(
+    "__get__ __hash__ __len__ data_ptr dim element_size is_complex is_contiguous is_floating_point ndimension nelement "
+    "numel size storage_offset stride".split()
+)
+
+
+class Recording(TorchFunctionMode):
+    """Records the steps of a pass: operators of PyTorch by itself, launches by ``add``."""
+
+    def __init__(self, tensors: list[Tensor], bias: Tensor | None) -> None:
+        super().__init__()
+        self.known = list(tensors)  # by slot; held, so that no other tensor gets the id of one of them
+        self.slots: dict[int, int] = {id(t): slot for slot, t in enumerate(tensors)}
+        self.number = bias if bias is not None and not bias.dim() else None
+        self.steps: list[tuple[bool, set[int], Step]] = []  # whether it must be kept, the slots that it uses
+        self.is_complete = True
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, and record it if it returns or changes tensors."""
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if isinstance(result, (Tensor, tuple, list)) and _tensors(result) or name == "__setitem__":
+            self.add(function, args, kwargs or {}, result, changes=name == "__setitem__" or _is_in_place(name, kwargs))
+        elif name not in _METADATA and not (name == "item" and args[0] is self.number):
+            self.is_complete &= not any(isinstance(x, (Tensor, tuple, list)) for x in args)
+        return result
+
+    def add(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, changes: bool = True) -> None:
+        """Record a call; changes: True if it does more than to return new tensors."""
+        used: set[int] = set()
+        templates = [self._template(x, used) for x in args]
+        named = {name: self._template(x, used) for name, x in kwargs.items()}
+        new = [id(t) not in self.slots for t in _tensors(result)]
+        if not changes and not any(new):
+            return  # such as a contiguous tensor's ``contiguous``
+        slots = self._slot(result) if isinstance(result, Tensor) else None
+        if isinstance(result, (tuple, list)):
+            slots = [self._slot(x) if isinstance(x, Tensor) else None for x in result]
+        step = Step(
+            function,
+            [None if fill else x for x, fill in zip(args, templates, strict=True)],
+            {name: x for name, x in kwargs.items() if not named[name]},
+            [(position, fill) for position, fill in enumerate(templates) if fill],
+            [(name, fill) for name, fill in named.items() if fill],
+            slots,
+        )
+        self.steps.append((changes, used, step))
+
+    def _slot(self, t: Tensor) -> int:
+        """Return the slot of a tensor, a new one for an unknown tensor."""
+        if id(t) not in self.slots:
+            self.slots[id(t)] = len(self.known)
+            self.known.append(t)
+        return self.slots[id(t)]
+
+    def _template(self, x: Any, used: set[int]) -> Fill | None:
+        """Return the function that fills in an argument's tensors, or None if it has none."""
+        if isinstance(x, Tensor):
+            if id(x) not in self.slots:
+                self.is_complete = False
+                return None
+            used.add(self.slots[id(x)])
+            return operator.itemgetter(self.slots[id(x)])
+        if isinstance(getattr(x, "base", None), Tensor):
+            return _fill_descriptor(x, self._template(x.base, used))
+        if isinstance(x, (tuple, list)):
+            fills = [self._template(field, used) for field in x]
+            return _fill_fields(x, fills) if any(fills) else None
         return None
-    names = [name for name, other in tensors.items() if other is t]
-    if not names:
-        return _UNKNOWN
-    descriptor = None
-    if t is not x:
-        descriptor = copy.copy(x)
-        descriptor.base = None
-    return TensorRef(parameter if parameter in names else names[0], descriptor)
+
+    def finish(self, result: Any, device: torch.device) -> Pass | None:
+        """Return the steps without those that nothing needs, or None if the pass must not be stored."""
+        needed: set[int] = set()
+        fill = self._template(result, needed)
+        if not self.is_complete or fill is None:
+            return None
+        steps = []
+        for must_be_kept, used, step in reversed(self.steps):
+            made = {step.slots} if isinstance(step.slots, int) else set(step.slots or ())
+            if must_be_kept or made & needed:
+                needed |= used
+                steps.append(step)
+        return Pass(steps[::-1], len(self.known), fill, device)
+
+
+def _is_in_place(name: str, kwargs: dict[str, Any] | None) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or bool(kwargs and "out" in kwargs)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [t for t in x if isinstance(t, Tensor)] if x is not None else []
+
+
+def _fill_descriptor(descriptor: Any, base: Fill | None) -> Fill | None:
+    """Return the function that makes a TMA descriptor of another tensor."""
+    if base is None:
+        return None
+    template = copy.copy(descriptor)
+    template.base = None
+
+    def fill(values: list[Any]) -> Any:
+        filled = copy.copy(template)
+        filled.base = base(values)
+        return filled
+
+    return fill
+
+
+def _fill_fields(x: Sequence[Any], fills: list[Fill | None]) -> Fill:
+    """Return the function that makes a tuple, a named tuple or a list with other tensors."""
+    constants = [None if fill else field for field, fill in zip(x, fills, strict=True)]
+    positions = [(position, fill) for position, fill in enumerate(fills) if fill]
+    make = getattr(type(x), "_make", type(x))
+
+    def fill(values: list[Any]) -> Any:
+        fields = constants.copy()
+        for position, field in positions:
+            fields[position] = field(values)
+        return make(fields)
+
+    return fill
