@@ -1,8 +1,8 @@
 """``python -m benchmarks overhead``: time of a short call, of a ViT's 196 tokens: on the host and on the GPU.
 
 Calls are timed eagerly, one after another, and as CUDA graphs. "launched through Triton" is our operator without direct
-launches from the launch cache (``tuning.DIRECT_LAUNCH``, ``ops/triton/launch_cache.py``). Without a GPU, only our time on
-the host is measured, for each kind of call, with kernels that do nothing.
+launches from the launch cache (``tuning.DIRECT_LAUNCH``, ``ops/triton/launch_cache.py``). Without a GPU, only our time
+on the host is measured, for each kind of call, with kernels that do nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
         written = results.write(host_times=host_times(config))
     if written["rows"]:
         print_rows("microseconds of a short call", written["rows"], _COLUMNS)
-    print_rows("microseconds of a call on the host, without Triton and the driver", written["host_times"], _HOST_COLUMNS)
+    print_rows(
+        "microseconds of a call on the host, without Triton and the driver", written["host_times"], _HOST_COLUMNS
+    )
     print(f"results: {config.results}")
     return written
 
@@ -98,6 +100,10 @@ class _NoOpKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return lambda **arguments: _NoOpCompiledKernel()
+
+
+def _supports_all(device: torch.device) -> None:
+    """Support a device; without the overhead of a mock."""
 
 
 class _NoOpCompiledKernel:
@@ -114,7 +120,7 @@ def _no_op_kernels() -> Iterator[None]:
         for module, names in kernels.items():
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, _NoOpKernel(getattr(module, name))))
-        stack.enter_context(mock.patch.object(backend, "_device_unavailable", lambda device: None))
+        stack.enter_context(mock.patch.object(backend, "_device_unavailable", _supports_all))
         launch_cache.clear()
         yield
 
@@ -163,7 +169,8 @@ def host_times(config: OverheadBenchmark) -> list[dict[str, Any]]:
         out = call()
         node, gradient = out.grad_fn, torch.randn_like(out)
         assert node is not None
-        leaves = [function.variable for function, _ in node.next_functions if hasattr(function, "variable")]
+        leaves: list[Any] = [getattr(function, "variable", None) for function, _ in node.next_functions]
+        leaves = [leaf for leaf in leaves if leaf is not None]
         return lambda: torch.autograd.grad(call(), leaves, gradient)
 
     rows = []

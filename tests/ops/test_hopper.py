@@ -266,7 +266,9 @@ def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
 
     def is_wrong(order):
         simulated.order = order
-        found = [launch.forward(p).out] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
+        found = (
+            [launch.forward(p).out] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
+        )
         return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, exact, strict=True))
 
     if error is None:

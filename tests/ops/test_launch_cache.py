@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import kernel_args, launch, launch_cache, launch_decode, tuning
+from sigattn.ops.triton import kernel_args, launch_cache, launch_decode, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
@@ -147,11 +147,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in OPTIONS), ("bias of heads", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in OPTIONS), ("bias of heads", torch.float16)]
+)
 def test_every_kind_of_call_is_cached(prepared, name, dtype):
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name](generator).items()}
+        options = {
+            key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name](generator).items()
+        }
         operands = [t.detach().to(dtype).requires_grad_() for t in tensors(seed, (2, 3, 20, 16))]
         leaves = [*operands, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
         results = []
@@ -183,10 +187,10 @@ def test_packed_sequences_are_cached_whatever_their_lengths(prepared, options):
     for seed, ends in enumerate([(3, 12, 20), (9, 9, 19), (0, 15, 16)]):
         cu = torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
         q, k, v = (t[0] for t in tensors(seed, (1, 20, 2, 16)))
-        found, expected = (
-            torch.autograd.grad((out := sigmoid_varlen_attention(q, k, v, cu, cu, 16, 16, backend=b, **options)).square().sum(), (q, k, v)) + (out,)
-            for b in ("triton", "reference")
-        )  # fmt: skip
+        found, expected = [], []
+        for backend, results in (("triton", found), ("reference", expected)):
+            out = sigmoid_varlen_attention(q, k, v, cu, cu, 16, 16, backend=backend, **options)
+            results.extend([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
     assert len(prepared) == 2
@@ -205,9 +209,7 @@ def test_decoding_is_cached_whatever_the_lengths(prepared, monkeypatch, options)
     options = {key: x for key, x in options.items() if key != "table"}
     for seed, lengths in enumerate([(4, 100), (128, 7), (1, 64)]):
         generator = torch.Generator().manual_seed(seed)
-        q, keys, values = (
-            torch.randn(2, n, 2, 16, generator=generator).to(DEVICE) for n in (1, 128, 128)
-        )
+        q, keys, values = (torch.randn(2, n, 2, 16, generator=generator).to(DEVICE) for n in (1, 128, 128))
         table = None
         if has_table:
             keys, values = (t.view(8, 32, 2, 16) for t in (keys, values))
@@ -273,7 +275,7 @@ def test_passes_of_threads_are_recorded_apart(prepared):
     def function(p):
         both_inside.wait(10)
         out = torch.empty_like(p.query)
-        launch_cache.launch(NoOpKernel(), (1,), DEVICE, {}, {"query": p.query, "out": out})
+        launch_cache.launch(NoOpKernel(), (1,), p.query.device, {}, {"query": p.query, "out": out})
         both_inside.wait(10)
         return out
 

@@ -132,6 +132,7 @@ class Operator(Generic[P]):
             f"{name}_forward", f"({fields}, str backend, bool save) -> ({outputs})", self._forward,
             self._fake_forward, self._autograd, vmap_rules[0], self._forward_flops,
         )  # fmt: skip
+        self._forward_kernel = autograd.Op(self.forward_op, self._forward)
         if formula is None:
             return
         saved = ", ".join(f"Tensor {name}" for name in Result._fields)
@@ -141,9 +142,10 @@ class Operator(Generic[P]):
             f"(Tensor grad_out, {saved}, {fields}, str backend, bool[] needs_grad) -> ({results})",
             self._backward, self._fake_backward, self._autograd_of_backward, vmap_rules[1], self._backward_flops,
         )  # fmt: skip
-        self._node = autograd.node("SigmoidAttention", self.forward_op, _save, self._gradients)
+        self._backward_kernel = autograd.Op(self.backward_op, self._backward)
+        self._node = autograd.node("SigmoidAttention", self._forward_kernel, _save, self._gradients)
         self._backward_node = autograd.node(
-            "SigmoidAttentionGradient", self.backward_op, _save_gradient, self._second_gradients
+            "SigmoidAttentionGradient", self._backward_kernel, _save_gradient, self._second_gradients
         )
 
     @staticmethod
@@ -206,7 +208,7 @@ class Operator(Generic[P]):
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
-            return autograd.redispatch(self.forward_op, keyset, (*args[:-1], False))
+            return autograd.redispatch(self._forward_kernel, keyset, (*args[:-1], False))
         if self.formula is None:
             raise RuntimeError(
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
@@ -270,7 +272,7 @@ class Operator(Generic[P]):
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
-            return autograd.redispatch(self.backward_op, keyset, args)
+            return autograd.redispatch(self._backward_kernel, keyset, args)
         with enable_single_level_autograd_function():
             return self._backward_node.apply(keyset, args[num_tensors:], *tensors)
 

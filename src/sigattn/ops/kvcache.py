@@ -60,8 +60,11 @@ def check_cache_bounds(
 def _with_checked_bounds(p: KVCacheProblem) -> KVCacheProblem:
     """Return a problem with copies of the tensors that bound its keys, checked as by ``check_cache_bounds``.
 
-    Copies, because whoever shares the memory of the originals may change it before they are used.
+    Copies, because whoever shares the memory of the originals may change it before they are used. Those on an
+    accelerator are neither checked nor copied: its kernels use them in the order of the stream.
     """
+    if p.seqlens.device.type != "cpu":
+        return p
     copies: Any = {name: None if t is None else t.clone() for name, t in p._asdict().items() if name in _BOUNDS}
     p = p._replace(**copies)
     check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, p.key.shape[0], p.capacity)
@@ -124,7 +127,7 @@ library.define(
 )
 library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::append_to_cache", lambda *_: None, lib=library)
-autograd.register_without(library, torch.ops.sigattn.append_to_cache.default, _NO_GRADIENT)
+autograd.register_without(library, autograd.Op(torch.ops.sigattn.append_to_cache.default, _append), _NO_GRADIENT)
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

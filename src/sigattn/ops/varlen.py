@@ -18,9 +18,12 @@ def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
     """Return a problem with copies of its cu_seqlens; raise ValueError unless they and a mask fit.
 
     On a CPU, cu_seqlens must ascend from 0 and fit the rows; on an accelerator reading them would synchronise. Copies,
-    because whoever shares the memory of the originals may change it before they are used.
+    because whoever shares the memory of the originals may change it before they are used; on an accelerator kernels use
+    them in the order of the stream.
     """
-    p = problem._replace(cu_seqlens_q=problem.cu_seqlens_q.clone(), cu_seqlens_k=problem.cu_seqlens_k.clone())
+    p = problem
+    if p.cu_seqlens_q.device.type == "cpu":
+        p = p._replace(cu_seqlens_q=p.cu_seqlens_q.clone(), cu_seqlens_k=p.cu_seqlens_k.clone())
     longest = (p.max_seqlen_q, p.max_seqlen_k)
     if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
         raise ValueError(

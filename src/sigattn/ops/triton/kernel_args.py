@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigattn.ops import dropout
 from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem
-from sigattn.ops.triton import activation, fitting, launch_cache, tuning
+from sigattn.ops.triton import activation, fitting, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
 from sigattn.ops.triton.forward import fwd_kernel
 
@@ -50,13 +50,12 @@ class Shape:
 
 @dataclass
 class Launch:
-    """Arguments shared by all kernels of a problem, and the launches made so far."""
+    """Arguments shared by all kernels of a problem."""
 
     problem: Problem | VarlenProblem
     shape: Shape
     arguments: dict[str, Any]
     options: Options
-    launches: list[launch_cache.Launched] = field(default_factory=list)
 
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""

@@ -80,9 +80,7 @@ def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
     return out
 
 
-def backward(
-    problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, *result: Tensor
-) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, *result: Tensor) -> Gradients:
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     launch = kernel_args.prepare(problem)
     if result:

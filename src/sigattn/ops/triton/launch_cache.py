@@ -57,7 +57,7 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     key += _settings(problem.query)
     found = tuple(key)
     if (stored := _cache.get(found)) is not None:
-        return stored(tensors)  # type: ignore[no-any-return]
+        return stored(tensors)
     if found in _cache or not _is_second(found):
         return function(problem, *rest)
     return _record(found, function, (problem, *rest))
@@ -189,8 +189,23 @@ class Pass(NamedTuple):
 
 # What may be asked of a tensor without a result that depends on its values. (An address counts as its alignment.)
 _METADATA = frozenset(
-    "__get__ __hash__ __len__ data_ptr dim element_size is_complex is_contiguous is_floating_point ndimension nelement "
-    "numel size storage_offset stride".split()
+    [
+        "__get__",
+        "__hash__",
+        "__len__",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "size",
+        "storage_offset",
+        "stride",
+    ]
 )
 
 
@@ -211,13 +226,15 @@ class Recording(TorchFunctionMode):
         """Call a function, and record it if it returns or changes tensors."""
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if isinstance(result, (Tensor, tuple, list)) and _tensors(result) or name == "__setitem__":
+        if (isinstance(result, (Tensor, tuple, list)) and _tensors(result)) or name == "__setitem__":
             self.add(function, args, kwargs or {}, result, changes=name == "__setitem__" or _is_in_place(name, kwargs))
         elif name not in _METADATA and not (name == "item" and args[0] is self.number):
             self.is_complete &= not any(isinstance(x, (Tensor, tuple, list)) for x in args)
         return result
 
-    def add(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, changes: bool = True) -> None:
+    def add(
+        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, changes: bool = True
+    ) -> None:
         """Record a call; changes: True if it does more than to return new tensors."""
         used: set[int] = set()
         templates = [self._template(x, used) for x in args]
@@ -225,7 +242,7 @@ class Recording(TorchFunctionMode):
         new = [id(t) not in self.slots for t in _tensors(result)]
         if not changes and not any(new):
             return  # such as a contiguous tensor's ``contiguous``
-        slots = self._slot(result) if isinstance(result, Tensor) else None
+        slots: int | list[int | None] | None = self._slot(result) if isinstance(result, Tensor) else None
         if isinstance(result, (tuple, list)):
             slots = [self._slot(x) if isinstance(x, Tensor) else None for x in result]
         step = Step(
@@ -302,7 +319,7 @@ def _fill_fields(x: Sequence[Any], fills: list[Fill | None]) -> Fill:
     """Return the function that makes a tuple, a named tuple or a list with other tensors."""
     constants = [None if fill else field for field, fill in zip(x, fills, strict=True)]
     positions = [(position, fill) for position, fill in enumerate(fills) if fill]
-    make = getattr(type(x), "_make", type(x))
+    make: Callable[[list[Any]], Any] = getattr(type(x), "_make", type(x))
 
     def fill(values: list[Any]) -> Any:
         fields = constants.copy()
