@@ -51,9 +51,9 @@ def test_missing_triton_and_old_gpus(monkeypatch):
         query=types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 4, 8)),
         value=types.SimpleNamespace(shape=(1, 1, 4, 8)),
     )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=7, minor=5))
+    monkeypatch.setattr(triton, "_compute_capability", lambda device: (7, 5))
     assert "this GPU has 7.5" in triton._device_unavailable(gpu.query.device)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=9, minor=0))
+    monkeypatch.setattr(triton, "_compute_capability", lambda device: (9, 0))
     assert triton._device_unavailable(gpu.query.device) is None
     monkeypatch.setattr(triton, "_INSTALLED", False)
     assert "Triton is not installed" in triton._device_unavailable(gpu.query.device)

@@ -146,7 +146,8 @@ def sigmoid_attention(
         validation.flag(_NAME, "normalize", normalize)  # type: ignore[unreachable]
     query, key, value = cast_operands(query, key, value)
     shape = None
-    if not validation.is_batch(query, key, value, enable_gqa):
+    is_usual = validation.are_usual(query, key, value)
+    if not is_usual and not validation.is_batch(query, key, value, enable_gqa):
         if nested.is_nested(query, key, value):
             nested.refuse(attn_mask, key_lengths, query_offset)
             return _on_nested(
@@ -157,9 +158,11 @@ def sigmoid_attention(
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
-    operands = {"query": query, "key": key, "value": value}
-    dropout_p, scale, window, softcap = validate(
-        _NAME, operands, enable_gqa, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
+    if not is_usual or type(enable_gqa) is not bool:
+        operands = {"query": query, "key": key, "value": value}
+        validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, **operands)
+    dropout_p, scale, window, softcap = _validate_options(
+        _NAME, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     if type(is_causal) is not bool:
         validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
@@ -210,6 +213,24 @@ def validate(
     """
     validation.operands(caller, validation.HEADS_FIRST, enable_gqa=enable_gqa, **operands)
     query, key, _ = operands.values()
+    return _validate_options(
+        caller, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
+    )
+
+
+def _validate_options(
+    caller: str,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    bias: Any,
+    window: Any,
+    alibi_slopes: Any,
+    key_lengths: Any,
+    scale: Any,
+    softcap: Any,
+) -> tuple[float, float | None, tuple[int, int] | None, float]:
     batch, heads, n, _ = query.shape
     if attn_mask is not None:
         validation.mask(caller, attn_mask, query, (batch, heads, n, key.shape[2]), key=key)

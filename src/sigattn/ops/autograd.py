@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -58,6 +59,14 @@ def redispatch(op: Op, keyset: torch._C.DispatchKeySet, args: Sequence[Any]) -> 
         return op.overload.redispatch(below, *args)
 
 
+def apply(node: Any, keyset: torch._C.DispatchKeySet, rest: Sequence[Any], *tensors: Any) -> Any:
+    """Call an op and record it as a node of autograd's graph."""
+    if not torch._C._are_functorch_transforms_active():
+        return node.apply(keyset, rest, *tensors)
+    with enable_single_level_autograd_function():
+        return node.apply(keyset, rest, *tensors)
+
+
 def node(
     name: str,
     op: Op,
@@ -66,7 +75,7 @@ def node(
 ) -> Any:
     """Return the class of nodes of autograd's graph that stand for calls of an op.
 
-    Its ``apply`` takes the key set, the op's other arguments, and the op's leading tensors.
+    ``apply`` takes it, the key set, the op's other arguments, and the op's leading tensors.
 
     Args:
         name: of the class; a tensor's ``grad_fn`` has that name followed by "Backward".

@@ -19,7 +19,6 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 
@@ -214,8 +213,7 @@ class Operator(Generic[P]):
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
             )
         save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
-        with enable_single_level_autograd_function():  # for the transforms of torch.func
-            return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)
+        return autograd.apply(self._node, keyset, (*args[self.num_tensors : -1], save), *tensors)
 
     def _forward(self, *args: Any) -> Result:
         *fields, backend, save = args
@@ -273,8 +271,7 @@ class Operator(Generic[P]):
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
             return autograd.redispatch(self._backward_kernel, keyset, args)
-        with enable_single_level_autograd_function():
-            return self._backward_node.apply(keyset, args[num_tensors:], *tensors)
+        return autograd.apply(self._backward_node, keyset, args[num_tensors:], *tensors)
 
     def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""
@@ -333,7 +330,9 @@ class Operator(Generic[P]):
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Sequence[Tensor]) -> Result:
     out, weights, row_sums = result
-    nothing = weights.new_empty(0), weights.new_empty(0)  # what is saved is not to be seen by the caller
+    # what is saved is not to be seen by the caller
+    nothing = [weights if weights.dim() == 1 else weights.new_empty(0)]
+    nothing += [row_sums if row_sums.dim() == 1 else row_sums.new_empty(0)]
     ctx.save_for_backward(out if row_sums.dim() > 1 else nothing[0], weights, row_sums, *tensors)
     ctx.rest = rest[:-1]
     ctx.mark_non_differentiable(*nothing)

@@ -38,8 +38,10 @@ def check_cache_bounds(
     Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph or of torch.vmap have no
     values; the op checks them. Fake tensors have none at all.
     """
+    if seqlens.device.type != "cpu":
+        return
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if is_traced or is_fake(seqlens) or seqlens.device.type != "cpu" or not seqlens.numel():
+    if is_traced or is_fake(seqlens) or not seqlens.numel():
         return
     stops = seqlens.tolist()
     if min(stops) < 0 or max(stops) > capacity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -34,15 +35,19 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
 
 
 def _device_unavailable(device: torch.device) -> str | None:
-    """Return why a device cannot run the kernels, or None. Traceable by torch.compile: no caches, no values."""
+    """Return why a device cannot run the kernels, or None. Traceable by torch.compile: no values."""
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"it is for CUDA and ROCm devices, not for {device.type}"
     if not _INSTALLED:
         return "Triton is not installed; it comes with PyTorch for CUDA and ROCm, or by pip install triton"
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    gpu = torch.cuda.get_device_properties(device)
-    return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
+    compute_capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _compute_capability
+    major, minor = compute_capability(device)
+    return None if major >= 8 else f"it needs compute capability 8.0, and this GPU has {major}.{minor}"
+
+
+_compute_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
