@@ -26,7 +26,9 @@ from benchmarks.tables import print_rows
 from benchmarks.timing import TimedBenchmark, time_calls, time_graphs
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops import triton as backend
+from sigattn.ops.kvcache import KV_CACHE
 from sigattn.ops.triton import launch, launch_cache, launch_decode, tuning
+from sigattn.ops.varlen import VARLEN
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 _COLUMNS = {
@@ -106,6 +108,10 @@ def _supports_all(device: torch.device) -> None:
     """Support a device; without the overhead of a mock."""
 
 
+def _unchanged(problem: Any) -> Any:
+    return problem
+
+
 class _NoOpCompiledKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments: None
@@ -113,7 +119,7 @@ class _NoOpCompiledKernel:
 
 @contextlib.contextmanager
 def _no_op_kernels() -> Iterator[None]:
-    """Replace the kernels by no-ops, and support CPU tensors."""
+    """Replace the kernels by no-ops, and use CPU tensors as if they were on a GPU: their values are not checked."""
     kernels = {launch: ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"), launch_decode: ("decode_kernel",)}
     with contextlib.ExitStack() as stack:
         stack.callback(launch_cache.clear)  # its entries launch the no-ops
@@ -121,6 +127,8 @@ def _no_op_kernels() -> Iterator[None]:
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, _NoOpKernel(getattr(module, name))))
         stack.enter_context(mock.patch.object(backend, "_device_unavailable", _supports_all))
+        for op in (VARLEN, KV_CACHE):
+            stack.enter_context(mock.patch.object(op, "checked", _unchanged))
         launch_cache.clear()
         yield
 

@@ -118,8 +118,9 @@ def _append(
     pages = torch.arange(batch, device=key.device)[:, None].expand_as(positions)
     if table is not None:
         pages = table.long().gather(1, positions // page)
-    key_cache[pages, positions % page] = key
-    value_cache[pages, positions % page] = value
+    slots = positions % page
+    key_cache[pages, slots] = key
+    value_cache[pages, slots] = value
 
 
 library.define(

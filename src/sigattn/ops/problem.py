@@ -515,7 +515,8 @@ def bias_tensor(bias: Any, query: Tensor) -> Tensor:
 
 def at_least(t: Tensor, dimensions: int) -> Tensor:
     """Return t with leading dimensions of size 1, so that it has at least this number of dimensions."""
-    return t if t.dim() >= dimensions else t[(None,) * (dimensions - t.dim())]
+    missing = dimensions - t.dim()
+    return t if missing <= 0 else t.expand((1,) * missing + (-1,) * t.dim())  # one operator
 
 
 def two_sided_slopes(slopes: Tensor | None) -> Tensor | None:  # (B or 1, Hq, 2)

@@ -7,6 +7,7 @@ A packed problem differs from a dense one in two respects: its tensors have no b
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient:
     return fitting.Operands(*widths, itemsize, 0 if mask is None else mask.element_size(), mask_gradient)
 
 
+@functools.cache
 def architecture(device: torch.device) -> int:
     """Return 90 for compute capability 9.0; 0 for other devices than NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:

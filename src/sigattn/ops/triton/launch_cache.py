@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -44,8 +45,10 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     rest: tensors, or hashable values.
     """
     tensors: list[Tensor] = []
-    key: list[Any] = [function]
-    for x in (*problem, *rest):
+    kind: Any = type(problem)
+    count = _num_tensors(kind)
+    key: list[Any] = [function, *problem[count:]]
+    for x in (*problem[:count], *rest):
         if not isinstance(x, Tensor):
             key.append(x)
         elif x is problem.bias and not x.dim():  # a number
@@ -61,6 +64,12 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     if found in _cache or not _is_second(found):
         return function(problem, *rest)
     return _record(found, function, (problem, *rest))
+
+
+@functools.cache
+def _num_tensors(kind: Any) -> int:
+    """Return the number of fields of a class of problems that are tensors or None, which come first."""
+    return sum("Tensor" in field.__forward_arg__ for field in kind.__annotations__.values())
 
 
 def clear() -> None:
@@ -87,9 +96,7 @@ def launch(
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _settings(query: Tensor) -> tuple[Any, ...]:
@@ -181,9 +188,14 @@ class Pass(NamedTuple):
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Run the steps with other tensors, and return the result."""
         values = tensors + [None] * (self.num_slots - len(tensors))
-        with _on(self.device):
-            for step in self.steps:
-                step(values)
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self._run(values)
+        return self._run(values)
+
+    def _run(self, values: list[Any]) -> Any:
+        for step in self.steps:
+            step(values)
         return self.result(values)
 
 
