@@ -6,8 +6,11 @@ import weakref
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
+
+from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops.gradients import Result
@@ -286,6 +289,27 @@ def test_passes_of_threads_are_recorded_apart(prepared):
     for thread in threads:
         thread.join()
     assert [len(stored.steps) for stored in launch_cache._cache.values()] == [2, 2]
+
+
+class DoesNothing(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recorded_in", [DoesNothing, torch.inference_mode, FlopCounterMode, torch.func.grad])
+def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, recorded_in):
+    q, k, v = tensors(0)
+    options = {"normalize": True, "is_causal": True, "backend": "triton"}
+    if recorded_in is torch.func.grad:
+        torch.func.grad(lambda q: sigmoid_attention(q, k, v, **options).sum())(q)
+    else:
+        with recorded_in(display=False) if recorded_in is FlopCounterMode else recorded_in():
+            sigmoid_attention(q, k, v, **options)
+    before = len(prepared)
+    check(*tensors(1), normalize=True, is_causal=True)
+    assert len(prepared) <= before + 1  # the backward pass
+    check(*tensors(2), normalize=True, is_causal=True)
+    assert len(prepared) <= before + 1
 
 
 def test_some_gradients_only(prepared):

@@ -76,6 +76,20 @@ def test_second_derivatives(backend):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 if dtype is torch.float32 else 1e-10)
 
 
+@pytest.mark.parametrize("backend", SUPPORTING)
+def test_nested_transforms(backend):
+    """Levels below a transform do not return what they saved."""
+    q, k, v = (torch.randn(1, 1, 12, 8, device=device_of(backend)) for _ in range(3))
+
+    def second(name):
+        def first(q):
+            return torch.func.grad(lambda q: sigmoid_attention(q, k, v, normalize=True, backend=name).square().sum())(q)
+
+        return torch.func.grad(lambda q: first(q).square().sum())(q)
+
+    torch.testing.assert_close(second(backend), second("reference"), rtol=1e-3, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_language_model_decodes_as_it_computes_whole_texts():
     config = LanguageModelConfig(vocab_size=11, num_layers=2, embed_dim=32, num_heads=2, max_seq_len=24, normalize=True)

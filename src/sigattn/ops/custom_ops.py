@@ -249,10 +249,12 @@ class Operator(Generic[P]):
 
     def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
         result, (*fields, backend, needs_grad) = Result(*args[:_NUM_RESULTS]), args[_NUM_RESULTS:]
-        problem, backward = self.checked(self.problem_type(*fields)), self.backends[backend].backward
-        assert backward is not None
+        problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
+        assert implementation.backward is not None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            gradients = backward(problem, grad_out, result, NeedsGrad(*needs_grad))
+            if problem.normalize and result.row_sums.dim() == 1:  # a transform's level below has not returned them
+                result = implementation.forward(problem, None)
+            gradients = implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad))
         return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
 
     def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:

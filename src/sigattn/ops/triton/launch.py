@@ -56,7 +56,9 @@ def forward(problem: Problem | VarlenProblem) -> Result:
     """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
     if not problem.normalize:
         return without_saved(_forward(kernel_args.prepare(problem)))
-    row_sums = new_row_sums(problem.query).zero_()  # rows of no sequence have no program
+    row_sums = new_row_sums(problem.query)
+    if isinstance(problem, VarlenProblem):
+        row_sums.zero_()  # rows of no sequence have no program
     out = _forward(kernel_args.prepare(problem), row_sums)
     return Result(out, out.new_empty(0), row_sums)
 

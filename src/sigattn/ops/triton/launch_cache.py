@@ -47,7 +47,7 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     tensors: list[Tensor] = []
     kind: Any = type(problem)
     count = _num_tensors(kind)
-    key: list[Any] = [function, *problem[count:]]
+    key: list[Any] = [function, kind, *problem[count:]]
     for x in (*problem[:count], *rest):
         if not isinstance(x, Tensor):
             key.append(x)
