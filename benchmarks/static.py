@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import machine_code, provenance, static_hopper, tile_shapes
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
 from benchmarks.tables import mask_name
-from sigattn.ops.triton import tma, tuning
+from sigattn.ops.triton import kernel_args, tma, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.tables import print_table
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
@@ -161,7 +161,7 @@ def compile_kernel(
         compiled, log = machine_code.compile_with_log(
             ASTSource(function, signature, constexprs, attributes),
             architecture,
-            {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
+            {**kernel_args.compiler_settings(kernel, config, options), "enable_fp_fusion": True},
         )
     except PTXASError as error:
         if "is not defined for option 'gpu-name'" not in str(error):
@@ -191,13 +191,13 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
     shift = "*fp32" if options.SHIFT in ("scalar", "tensor") else None
     mask = (number, number, number, 1)
     integers = "bias_b bias_h bias_n threshold len_q len_k heads query_offset left right table_b mask_keys n kv_heads "
-    integers += "pages page_size table_width splits o_split"
+    integers += "pages page_size table_width splits o_split pitch"
     gradients = ("out", "grad_key", "grad_value", "grad_query")
     cache = {"seqlens": True, "query_ends": options.QUERY_ENDS, "left_padding": options.LEFT_PADDING}
     return {
         **loaded,
         **dict.fromkeys(gradients, tensor),
-        **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "gq", "gk", "gv")},
+        **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "out", "gq", "gk", "gv")},
         **dict.fromkeys(integers.split(), number),
         **{name: "*i32" if given else None for name, given in {**cache, "block_table": options.TABLE}.items()},
         "bias": Bias(bias, "fp32", number, shift, "fp32"),  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
         "alibi": Alibi("*fp32", number, number, 1) if options.SLOPES else None,  # type: ignore[arg-type]
         "blocks": Blocks("*i32", number, number, number, "*u8") if options.BLOCK_Q else None,  # type: ignore[arg-type]
         "sequences": Sequences("*i32" if options.LENGTHS else None, *(("*i32" if options.VARLEN else None,) * 2)),
-        "row_sums": "*fp32" if options.NORMALIZE else None,
+        **dict.fromkeys(("row_sums", "row_terms"), "*fp32:16" if options.NORMALIZE else None),
         "seed": "*i64" if options.DROPOUT else None,
         "scales": Scales("fp32", "fp32", "fp32", "fp32"),  # type: ignore[arg-type]
         "grad_bias": None,

@@ -15,7 +15,6 @@ The argument is z = -log₂e · S, so that scale, bias and the change of base ar
 
 With ``SHIFT`` the result is the weight times 2^shift: P · 2^shift = 1 / (unit + 2^(z - shift)) with unit = 2^-shift. In
 float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end.
-With NORMALIZE shift and unit are those of each row.
 """
 
 from __future__ import annotations
@@ -137,10 +136,14 @@ def tanh_slope(t):
 
 
 @triton.jit
-def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr):
-    """Return P · (1 − P) · dP; with SHIFT, ``lower`` is the factor from the weights' power of two to that of dS."""
+def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr, w=None):
+    """Return P · (1 − P) · dP; with SHIFT, ``lower`` is the factor from the weights' power of two to that of dS.
+
+    w: weights that take the place of the first P, if not None.
+    """
+    w = p if w is None else w
     if SHIFT:
-        ds = p * dp * (lower - p * (unit * lower))
+        ds = w * dp * (lower - p * (unit * lower))
     else:
-        ds = (p - p * p) * dp
+        ds = (w - w * p) * dp
     return ds

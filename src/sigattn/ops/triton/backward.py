@@ -1,4 +1,4 @@
-"""Backward kernels. Nothing was saved by the forward pass: P is computed again from Q, K and the bias (App. F).
+"""Backward kernels. No weights were saved by the forward pass: P is computed again from Q, K and the bias (App. F).
 
     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
 
@@ -8,6 +8,9 @@ With a soft cap, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and 
 (keys, queries), so that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of queries
 and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, so results repeat
 bitwise. That is seven products; five, with dQ added atomically by the first kernel, took longer on an H100.
+
+With NORMALIZE, W = P / t is in dV and dS instead of P, where t is the sum of the row, and dO · O is subtracted from dP.
+What both kernels need of a row, ``bwd_dq_kernel`` computes first; it is launched before the other.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from sigattn.ops.triton.tile import (
     block_state,
     cast,
     column_hash,
+    divide_by_sums,
     dot,
     dropout_keep,
     gradient_shift,
@@ -30,13 +34,15 @@ from sigattn.ops.triton.tile import (
     load,
     load_bias,
     load_block_mask,
-    load_row_sums,
+    load_row_term,
+    load_rows,
     load_shift,
     load_slopes,
     mask_of_head,
     query_tile,
     row_hash,
-    row_numbers,
+    row_sum_pointers,
+    row_term_pointers,
     sample_sizes,
     store,
     tile_bounds,
@@ -47,17 +53,19 @@ from sigattn.ops.triton.tile import (
 
 
 @triton.jit(
-    do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
+    do_not_specialize=[
+        "bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right", "pitch",
+    ]  # fmt: skip
 )
 def bwd_dkdv_kernel(
-    query, key, value, grad_out, row_sums, grad_key, grad_value,
+    query, key, value, grad_out, row_terms, grad_key, grad_value,
     q_strides, k_strides, v_strides, o_strides, gk_strides, gv_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
-    len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
+    len_q, len_k, heads, query_offset, left, right, pitch, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys of one key head; args.py describes the arguments.
 
-    grad_key, grad_value: None if not needed. row_sums: as ``tile.load_row_sums`` needs it, with NORMALIZE; else None.
+    grad_key, grad_value: None if not needed.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -110,29 +118,31 @@ def bwd_dkdv_kernel(
                 grad_out_h = grad_out if OPT.TMA else grad_out + h * o_strides.h
                 q = load(query_h, q_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.D, phase != 1, OPT)
                 do = load(grad_out_h, o_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.DV, phase != 1, OPT)
-                z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
-                if OPT.BIAS == "tensor":
-                    z_bias = z_bias[None, :]
+                if OPT.NORMALIZE:
+                    terms = row_term_pointers(row_terms, b, h, q_start, start_m, pitch, heads, OPT)
+                    z_bias = load_row_term(terms[0], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                else:
+                    z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
+                    if OPT.BIAS == "tensor":
+                        z_bias = z_bias[None, :]
                 # [BLOCK_N, D] @ [D, BLOCK_M] -> [BLOCK_N, BLOCK_M]
                 logits = apply_softcap(dot(k, tl.trans(q), None, OPT), scales, OPT)
                 block_mask = None
                 if OPT.BLOCK_Q:
                     block_mask = load_block_mask(blocks, state, offs_m[None, :], offs_n[:, None], OPT)
                 own_mask = mask if mask is None else mask_of_head(mask, b, h)
-                row_shift, row_unit = shift, unit
-                if OPT.NORMALIZE:
-                    pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
-                    row_shift, row_unit, term = load_row_sums(pointers, shift, offs_m, sizes, OPT)
-                    row_shift, row_unit = row_shift[None, :], row_unit[None, :]
                 p = weights(
-                    logits, scales.z, z_bias, load_slopes(alibi, b, h, OPT), row_shift, row_unit, offs_m[None, :],
+                    logits, scales.z, z_bias, load_slopes(alibi, b, h, OPT), shift, unit, offs_m[None, :],
                     offs_n[:, None], sizes, own_mask, block_mask, phase != 1, OPT,
                 )  # fmt: skip
-                dropped = p
+                w = p
+                if OPT.NORMALIZE:
+                    w = p * load_row_term(terms[1], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                dropped = w
                 if OPT.DROPOUT:
                     by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
                     keep = dropout_keep(by_row, by_column, threshold)
-                    dropped = tl.where(keep, p, 0.0)
+                    dropped = tl.where(keep, w, 0.0)
                 if grad_value is not None:
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, DV] -> [BLOCK_N, DV]; rows beyond the last have dO = 0
                     acc_v = dot(cast(dropped, do.dtype), do, acc_v, OPT)
@@ -141,8 +151,8 @@ def bwd_dkdv_kernel(
                     if OPT.DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
                     if OPT.NORMALIZE:
-                        dp -= term[None, :]
-                    ds = logit_gradient(p, dp, row_unit, lower, OPT.SHIFT != "none" or OPT.NORMALIZE)
+                        dp -= load_row_term(terms[2], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                    ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none", w)
                     if OPT.SOFTCAP:
                         ds = ds * tanh_slope(logits)
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
@@ -158,18 +168,21 @@ def bwd_dkdv_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
+    do_not_specialize=[
+        "bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right", "pitch",
+    ]  # fmt: skip
 )
 def bwd_dq_kernel(
-    query, key, value, grad_out, row_sums, grad_query, grad_bias, grad_slopes, grad_mask,
-    q_strides, k_strides, v_strides, o_strides, gq_strides,
+    query, key, value, grad_out, out, row_sums, row_terms, grad_query, grad_bias, grad_slopes, grad_mask,
+    q_strides, k_strides, v_strides, o_strides, out_strides, gq_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
-    len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
+    len_q, len_k, heads, query_offset, left, right, pitch, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and the sums of dS for BLOCK_M queries of one head; args.py describes the arguments.
 
     grad_query, grad_bias (rows, Hq), grad_slopes (rows, Hq, 2), grad_mask: None if not needed. The rows are those of
-    packed queries, or the queries of all samples.
+    packed queries, or the queries of all samples. out, row_sums: results of the forward pass, with NORMALIZE.
+    row_terms: where to write ``row_terms_of`` each row for the other kernel, or None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -194,15 +207,24 @@ def bwd_dq_kernel(
     q = load(query, q_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.D, True, OPT)  # [BLOCK_M, D]
     do = load(grad_out, o_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.DV, True, OPT)  # [BLOCK_M, DV]
     z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
-    if OPT.BIAS == "tensor":
-        z_bias = z_bias[:, None]
     slopes = load_slopes(alibi, b, h, OPT)
     shift, unit = load_shift(bias, sizes.len_k, OPT)
     lower, grad_unit = gradient_shift(shift, OPT)
     if OPT.NORMALIZE:
-        pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
-        shift, unit, term = load_row_sums(pointers, shift, offs_m, sizes, OPT)
-        shift, unit = shift[:, None], unit[:, None]
+        out_strides = aligned(out_strides, OPT)
+        out += b * out_strides.b + h * out_strides.h + q_start * out_strides.n
+        o = load_rows(out, out_strides, start_m, sizes.len_q, BLOCK_M, OPT.DV, True)  # [BLOCK_M, DV]
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1) / scales.out
+        pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        z_bias, gain = divide_by_sums(pointers, z_bias, offs_m, sizes)
+        if row_terms is not None:
+            terms = row_term_pointers(row_terms, b, h, q_start, offs_m, pitch, heads, OPT)
+            tl.store(terms[0], z_bias, mask=offs_m < sizes.len_q)
+            tl.store(terms[1], gain, mask=offs_m < sizes.len_q)
+            tl.store(terms[2], delta, mask=offs_m < sizes.len_q)
+        gain, delta = gain[:, None], (gain * delta)[:, None]
+    if OPT.NORMALIZE or OPT.BIAS == "tensor":
+        z_bias = z_bias[:, None]
     if OPT.DROPOUT:
         seed = tl.load(seed)
         by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
@@ -235,8 +257,8 @@ def bwd_dq_kernel(
                 if OPT.DROPOUT:
                     dp = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), dp, 0.0)
                 if OPT.NORMALIZE:
-                    dp -= term[:, None]
-                ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none" or OPT.NORMALIZE)
+                    dp = dp * gain - delta
+                ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none")
                 if grad_query is not None:
                     ds_capped = ds * tanh_slope(logits) if OPT.SOFTCAP else ds
                     acc = dot(

@@ -3,8 +3,8 @@
 Only the sum is carried from tile to tile: no running maximum, no rescaling, no division at the end (Sect. 4 and App. F
 of the paper). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
 
-With NORMALIZE the sum of the weights is carried too, and divides at the end. Where it vanishes, the keys are walked
-again for the least z of each row, and once more with that as shift (activation.py).
+With NORMALIZE the sum of the weights is carried too, and divides at the end. In the rare tiles where it underflows in a
+row, the keys are walked again, with an exponent for each row that follows its least z.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.normalization import SMALLEST_SUM
 from sigattn.ops.triton.activation import LN2
 from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
+    add_to_row_sums,
     aligned,
     apply_softcap,
     block_state,
@@ -23,6 +23,7 @@ from sigattn.ops.triton.tile import (
     column_hash,
     dot,
     dropout_keep,
+    lifted_weights,
     load,
     load_bias,
     load_block_mask,
@@ -31,7 +32,7 @@ from sigattn.ops.triton.tile import (
     mask_of_head,
     query_tile,
     row_hash,
-    row_numbers,
+    row_sum_pointers,
     store,
     tile_bounds,
     tile_width,
@@ -39,29 +40,28 @@ from sigattn.ops.triton.tile import (
     zero_accumulator,
 )
 
-_SMALLEST_SUM = tl.constexpr(SMALLEST_SUM)
-
 
 @triton.jit
 def walk_keys(
     q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift, unit,
-    by_row, seed, threshold, sizes, scales, ONLY_Z: tl.constexpr, OPT: tl.constexpr,
+    by_row, seed, threshold, sizes, scales, LIFTED: tl.constexpr, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of P V over the keys, [BLOCK_M, DV], and with NORMALIZE that of P, [BLOCK_M].
+    """Return the sum of P V over the keys, [BLOCK_M, DV], with NORMALIZE that of P, and log₂ of the factor of P.
 
-    With ONLY_Z return zeros, and the least z of each row, +inf if it sees no key.
+    The latter are [BLOCK_M]. The factor is 2^shift, but with LIFTED that of ``lifted_weights``.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
     acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)
-    total = tl.full((BLOCK_M,), float("inf") if ONLY_Z else 0.0, tl.float32)
-    for phase in tl.static_range(0 if OPT.HAS_LEFT else 1, 3):  # at an edge of the window, inside, at the other edge
-        for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
+    sums = tl.zeros((BLOCK_M, 4), tl.float32)
+    row_shift = tl.zeros((BLOCK_M,), tl.float32) + (1e30 if LIFTED else shift)
+    # At an edge of the window, inside, at the other edge; the rare lifted walk is one loop
+    for phase in tl.static_range(2 if LIFTED else 0 if OPT.HAS_LEFT else 1, 3):
+        for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], BLOCK_N):
             state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
             if not OPT.BLOCK_Q or state != 0:
                 k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
-                if not ONLY_Z:
-                    v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
+                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
                 offs_n = start_n + tl.arange(0, BLOCK_N)
                 # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
                 logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
@@ -70,18 +70,19 @@ def walk_keys(
                     block_mask = load_block_mask(blocks, state, offs_m[:, None], offs_n[None, :], OPT)
                 p = weights(
                     logits, scales.z, z_bias, slopes, shift, unit, offs_m[:, None], offs_n[None, :], sizes, mask,
-                    block_mask, phase != 1, OPT, ONLY_Z,
+                    block_mask, phase != 1, OPT, LIFTED,
                 )  # fmt: skip
-                if ONLY_Z:
-                    total = tl.minimum(total, tl.min(p, 1))
-                else:
-                    if OPT.NORMALIZE:
-                        total += tl.sum(p, 1)
-                    if OPT.DROPOUT:
-                        p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
-                    # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
-                    acc = dot(cast(p, v.dtype), v, acc, OPT)
-    return acc, total
+                if LIFTED:
+                    p, row_shift, rescale = lifted_weights(p, row_shift, shift, OPT)
+                    acc *= rescale[:, None]
+                    sums *= rescale[:, None]
+                if OPT.NORMALIZE:
+                    sums = add_to_row_sums(sums, p)
+                if OPT.DROPOUT:
+                    p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
+                # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
+                acc = dot(cast(p, v.dtype), v, acc, OPT)
+    return acc, tl.sum(sums, 1), row_shift
 
 
 @triton.jit(
@@ -94,7 +95,7 @@ def fwd_kernel(
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head of the output; args.py describes the arguments.
 
-    row_sums: float32, the sum of each row's weights times 2^shift, and shift · ln 2, with NORMALIZE; else None.
+    row_sums: float32, the sum of each row's weights times 2^s, and s · ln 2, with NORMALIZE; else None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     q_strides = aligned(q_strides, OPT)
@@ -129,28 +130,22 @@ def fwd_kernel(
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc, total = walk_keys(
+    acc, total, row_shift = walk_keys(
         q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift,
         unit, by_row, seed, threshold, sizes, scales, False, OPT,
     )  # fmt: skip
     if OPT.NORMALIZE:
-        # Rows whose weights underflow; in float16 those in which an average weight is below its smallest normal number
-        is_small = total < (_SMALLEST_SUM if OPT.SHIFT == "none" else sizes.len_k * 2.0**-14)
-        is_small = is_small & (offs_m < sizes.len_q)
-        row_shift = shift + tl.zeros((BLOCK_M,), tl.float32)
-        if tl.max(is_small.to(tl.int32), 0) > 0:
-            _, least = walk_keys(
+        # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
+        least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
+        if tl.max(((total < least) & (offs_m < sizes.len_q)).to(tl.int32), 0) > 0:
+            acc, total, row_shift = walk_keys(
                 q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
                 shift, unit, by_row, seed, threshold, sizes, scales, True, OPT,
             )  # fmt: skip
-            row_shift = tl.where(is_small & (least < float("inf")), tl.maximum(least, row_shift), row_shift)
-            acc, total = walk_keys(
-                q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
-                row_shift[:, None], tl.exp2(-row_shift)[:, None], by_row, seed, threshold, sizes, scales, False, OPT,
-            )  # fmt: skip
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        is_empty = total == 0.0
+        acc = acc / tl.where(is_empty, 1.0, total)[:, None]
         unit = 1.0
-        pointers = row_numbers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
         tl.store(pointers, total, mask=offs_m < sizes.len_q)
-        tl.store(pointers + 1, row_shift * LN2, mask=offs_m < sizes.len_q)
+        tl.store(pointers + 1, tl.where(is_empty, 0.0, row_shift * LN2), mask=offs_m < sizes.len_q)
     store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)

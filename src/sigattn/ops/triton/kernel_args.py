@@ -63,12 +63,30 @@ class Launch:
         o, itemsize = self.options, self.problem.query.element_size()
         current, mask = architecture(self.problem.query.device), self.problem.attn_mask
         config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize)
-        if o.MASK != "none" or o.SLOPES or o.BLOCK_Q or o.SOFTCAP or o.DROPOUT:
+        if _fills_registers(o):
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
         if mask is None or not current:
             return config
         return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), current)
+
+
+def _fills_registers(o: Options) -> bool:
+    """Return True if options need registers of their own in the loops of the kernels."""
+    return o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP or o.DROPOUT
+
+
+def compiler_settings(kernel: str, config: tuning.Config, options: Options) -> dict[str, int]:
+    """Return the settings of Triton's compiler for a portable kernel.
+
+    On Hopper the compiler would give kernels with NORMALIZE so many registers that only one program of 8 warps fits a
+    multiprocessor, where two of a plain call fit. The limit is met without spills in the loops of a plain walk.
+    """
+    settings = {"num_warps": config.warps, "num_stages": config.stages}
+    o = options
+    fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128
+    is_limited = fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel != tuning.DKDV
+    return settings | ({"maxnreg": 128} if is_limited else {})
 
 
 def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
@@ -108,7 +126,6 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         "mask": mask_arg(p.attn_mask, shape.batch, shape.heads, shape.n, shape.m),
         "blocks": None,
         "sequences": sequences,
-        "row_sums": None,
         "seed": p.seed,
         "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
         "len_q": shape.n,

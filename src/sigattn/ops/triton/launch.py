@@ -18,6 +18,7 @@ from sigattn.ops.triton.forward import fwd_kernel
 from sigattn.ops.triton.kernel_args import Launch, limit_strides, to_float32
 from sigattn.ops.triton.tuning import Config
 
+_PITCH = 16  # rows are numbered in such steps, so that what a tile of them needs is read 16 bytes at a time
 # Tensors whose rows the kernels read or write tile by tile.
 _IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
@@ -35,14 +36,14 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
 
     def run(config: Config) -> None:
         tiled_options = options._replace(
-            SIGMOID=options.SIGMOID if options.NORMALIZE else kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
+            SIGMOID=kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             UNIT=unit,
         )
         described = tma.describe(arguments, tiled_options) if config.tma else None
         all_arguments = {**arguments, **(described or {}), "OPT": tiled_options._replace(TMA=described is not None)}
-        settings = {"num_warps": config.warps, "num_stages": config.stages}
+        settings = kernel_args.compiler_settings(name, config, tiled_options)
         launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
 
     config = launch.config(name, mask_gradient=options.NEED_MASK != "none")
@@ -85,34 +86,33 @@ def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, *result: Tensor) -> Gradients:
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     launch = kernel_args.prepare(problem)
-    if result:
-        launch.arguments["row_sums"] = _row_numbers(problem, grad_out, Result(*result))
-    return _backward(launch, limit_strides(grad_out), needs_grad)
+    return _backward(launch, limit_strides(grad_out), needs_grad, Result(*result) if result else None)
 
 
-def _row_numbers(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result) -> Tensor:
-    """Return log₂ of each row's sum of weights, and what is subtracted from its dP before dropout's factor."""
-    sums, lifts = result.row_sums.unbind(-1)
-    logs = torch.where(sums == 0, 0, (sums.log() - lifts) * kernel_args.LOG2E)
-    terms = (grad_out.to(sums.dtype) * result.out).sum(-1) / problem.keep_scale
-    return torch.stack([logs, terms], -1)
-
-
-def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: Result | None) -> Gradients:
     p, s = launch.problem, launch.shape
     launch.arguments |= {
         "grad_out": grad_out,
         "o_strides": s.strides(grad_out),
         "scales": launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale)),
+        "row_terms": None,
+        "pitch": 0,
     }
+    out = row_sums = None
+    if result is not None:  # the kernel for dQ writes what that for dK and dV needs of each row
+        out, row_sums = limit_strides(result.out), result.row_sums
+        pitch = triton.cdiv(p.query.shape[0] if s.packed else s.n, _PITCH) * _PITCH
+        terms = row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, 3, pitch)
+        launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
+    if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
+        query, bias, mask, slopes = hopper.dq(launch, grad_out), None, None, None
+    else:
+        query, bias, mask, slopes = _dq(launch, needs_grad, out, row_sums)
     if needs_grad.key and needs_grad.value and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
         key, value = hopper.dkdv(launch, grad_out)
     else:
         key, value = _dkdv(launch, needs_grad)
-    if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
-        return Gradients(hopper.dq(launch, grad_out), key, value, None, None, None)
-    query, bias, mask, slopes = _dq(launch, needs_grad)
     return Gradients(query, key, value, bias, mask, slopes)
 
 
@@ -150,10 +150,13 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
     return key, value
 
 
-def _dq(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _dq(
+    launch: Launch, needs_grad: NeedsGrad, out: Tensor | None, row_sums: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dQ and the gradients of bias, mask and slopes."""
     p, s = launch.problem, launch.shape
-    if not (needs_grad.query or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes):
+    sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
+    if not (needs_grad.query or sums or p.normalize):
         return None, None, None, None
     new = torch.zeros_like if s.packed else torch.empty_like
     query = new(p.query) if needs_grad.query else None
@@ -170,6 +173,9 @@ def _dq(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | 
         grad_query=query,
         grad_bias=bias,
         grad_slopes=slopes,
+        out=out,
+        row_sums=row_sums,
+        out_strides=None if out is None else s.strides(out),
         gq_strides=None if query is None else s.strides(query),
         **mask_arguments,
     )

@@ -108,17 +108,27 @@ def load(
         index = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
         tile = source.load(index).reshape(ROWS, BLOCK_WIDTH)
     else:
-        rows = tl.arange(0, ROWS)[:, None]
-        columns = tl.arange(0, BLOCK_WIDTH)[None, :]
-        pointers = source + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
-        if CHECKED and WIDTH != BLOCK_WIDTH:
-            tile = tl.load(pointers, mask=in_bounds(start + rows, columns, length, WIDTH), other=0.0)
-        elif CHECKED:
-            tile = tl.load(pointers, mask=start + rows < length, other=0.0)
-        elif WIDTH != BLOCK_WIDTH:
-            tile = tl.load(pointers, mask=columns < WIDTH, other=0.0)
-        else:
-            tile = tl.load(pointers)
+        tile = load_rows(source, strides, start, length, ROWS, WIDTH, CHECKED)
+    return tile
+
+
+@triton.jit
+def load_rows(
+    base, strides, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr
+):  # fmt: skip
+    """Load rows of a matrix as ``load``, by its address."""
+    BLOCK_WIDTH: tl.constexpr = tile_width(WIDTH)
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
+    if CHECKED and WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=in_bounds(start + rows, columns, length, WIDTH), other=0.0)
+    elif CHECKED:
+        tile = tl.load(pointers, mask=start + rows < length, other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=columns < WIDTH, other=0.0)
+    else:
+        tile = tl.load(pointers)
     return tile
 
 
@@ -315,35 +325,88 @@ def weights(
         if EDGE:
             z = apply_window_mask(z, i, columns, sizes, OPT)
     none: tl.constexpr = float("inf") if ONLY_Z else 0.0
-    p = z if ONLY_Z else sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none" or OPT.NORMALIZE)
+    p = z if ONLY_Z else sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none")
     if mask is not None:
         p = tl.where(seen, p, none)
     if EDGE:
         p = apply_window_mask(p, i, columns, sizes, OPT, none)
-        if OPT.NORMALIZE:  # else it is enough that the values of keys beyond the last are 0
+        if OPT.NORMALIZE and not KEYS_FIRST:  # else it is enough that the values of keys beyond the last are 0
             p = tl.where(columns < sizes.len_k, p, none)
     if block_mask is not None:
         p = tl.where(block_mask, p, none)
     return p
 
 
+# -- rows that are divided by their sum: W = P / t, with t the sum of the row ------------------------------------------
+
+
 @triton.jit
-def row_numbers(row_sums, b, h, q_start, rows, len_q, heads, OPT: tl.constexpr):
-    """Return the addresses of the two numbers of each row that a pass with NORMALIZE keeps: (B, Hq, N, 2) or packed."""
+def add_to_row_sums(sums, p):
+    """Add the weights of a tile to partial sums of its rows, [BLOCK_M, 4].
+
+    In the layout of a product's result, columns 8i + 2k and 8i + 2k + 1 are in the k-th of four threads: each of them
+    has a partial sum, and no number changes its thread.
+    """
+    fours = tl.reshape(p, (p.shape[0], p.shape[1] // 8, 4, 2))
+    return sums + tl.sum(tl.sum(fours, 3), 1)
+
+
+@triton.jit
+def lifted_weights(z, row_shift, least_shift, OPT: tl.constexpr):
+    """Return P · 2^s of a tile, s of each row, and the factor of what earlier tiles summed with the exponent row_shift.
+
+    s is the least z of the row so far, but at least ``least_shift``, so that no row underflows. z: as ``weights``
+    returns it, +inf where a key is hidden. row_shift: [BLOCK_M], large before the first tile.
+    """
+    new_shift = tl.maximum(tl.minimum(row_shift, tl.min(z, 1)), least_shift)
+    KIND: tl.constexpr = "exact" if OPT.SIGMOID == "exact" else "accurate"
+    p = sigmoid(z, tl.exp2(-new_shift)[:, None], new_shift[:, None], KIND, True)
+    return tl.where(z == float("inf"), 0.0, p), new_shift, tl.exp2(new_shift - row_shift)
+
+
+@triton.jit
+def row_sum_pointers(row_sums, b, h, q_start, rows, len_q, heads, OPT: tl.constexpr):
+    """Return the addresses of the sum and the lift of each row: (B, Hq, N, 2) or packed (T, Hq, 2)."""
     row = (q_start + rows).to(tl.int64) * heads + h if OPT.VARLEN else (b * heads + h) * len_q + rows
     return row_sums + 2 * row
 
 
 @triton.jit
-def load_row_sums(row_sums, shift, rows, sizes, OPT: tl.constexpr):
-    """Return for the backward pass with NORMALIZE what the kernels use as shift and unit of a row, and its term of dP.
+def row_term_pointers(row_terms, b, h, q_start, rows, pitch, heads, OPT: tl.constexpr):
+    """Return the addresses of the three numbers of rows in (B, Hq, 3, pitch) or packed (Hq, 3, pitch)."""
+    pitch = tl.multiple_of(pitch, 16)
+    head = h if OPT.VARLEN else b * heads + h
+    first = row_terms + head * (3 * pitch) + q_start + rows
+    return first, first + pitch, first + 2 * pitch
 
-    With them ``weights`` returns W · 2^shift: W = P / t = 1 / (t + 2^(z + log₂ t)), where t is the sum of the row.
-    row_sums: addresses of log₂ t and of the term, of each row.
+
+@triton.jit
+def load_row_term(pointers, start, length, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Return one of the three numbers of rows start … start + ROWS - 1, [1, ROWS]; 0 beyond the last row."""
+    columns = tl.arange(0, ROWS)[None, :]
+    if CHECKED:
+        term = tl.load(pointers + columns, mask=start + columns < length, other=0.0)
+    else:
+        term = tl.load(pointers + columns)
+    return term
+
+
+@triton.jit
+def divide_by_sums(row_sums, z_bias, rows, sizes):
+    """Return the bias and the factor with which W = gain · P is the weight of a row, both [BLOCK_M].
+
+    Where the whole row is so small that P = 2^-z up to rounding, W does not depend on a constant in z. One is
+    subtracted there that makes the sum 2^-24; of other rows it is 0.
+
+    row_sums: addresses of the sum and the lift (``normalization``). z_bias: the bias as a term of z.
     """
-    log_sum = tl.load(row_sums, mask=rows < sizes.len_q, other=0.0)
-    term = tl.load(row_sums + 1, mask=rows < sizes.len_q, other=0.0)
-    return shift - log_sum, tl.exp2(log_sum - shift), term
+    total = tl.load(row_sums, mask=rows < sizes.len_q, other=0.0)
+    lift = tl.load(row_sums + 1, mask=rows < sizes.len_q, other=0.0)
+    is_empty = total == 0.0
+    log_sum = tl.log2(tl.where(is_empty, 1.0, total)) - lift * LOG2E
+    drop = tl.maximum(-24.0 - log_sum, 0.0)
+    gain = tl.where(is_empty, 0.0, tl.exp2(-log_sum - drop))
+    return z_bias - drop, gain
 
 
 # -- dropout: the same numbers as ops/dropout.py ----------------------------------------------------------------------
