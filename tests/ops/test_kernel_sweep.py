@@ -57,6 +57,7 @@ def dense_case(number):
         dtype=DTYPES[number % len(DTYPES)],
         layout=draw.choice(["length first", "length first", "contiguous", "strided", "expanded"]),
         seed=number,
+        normalize=number % 2 == 1,
         **chosen,
     )
 

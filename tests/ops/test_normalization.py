@@ -15,8 +15,8 @@ PAIRS = list(itertools.product([torch.float32, torch.bfloat16, torch.float16], [
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "level"),
-    # of interpreted kernels a sample: every dtype and, but for one, every level
-    [(b, *pair) for b in SUPPORTING for pair in (PAIRS if b != "triton" else PAIRS[2::4])],
+    # of interpreted kernels a sample: every dtype, at levels where rows underflow
+    [(b, *pair) for b in SUPPORTING for pair in (PAIRS if b != "triton" else PAIRS[3::4])],
 )
 def test_accurate_at_every_magnitude_and_level(backend, dtype, level):
     if backend == "llvm" and dtype is torch.float16:

@@ -51,12 +51,10 @@ from sigattn.ops.triton.tile import (
     zero_accumulator,
 )
 
+_UNSPECIALIZED = ["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 
-@triton.jit(
-    do_not_specialize=[
-        "bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right", "pitch",
-    ]  # fmt: skip
-)
+
+@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "pitch"])
 def bwd_dkdv_kernel(
     query, key, value, grad_out, row_terms, grad_key, grad_value,
     q_strides, k_strides, v_strides, o_strides, gk_strides, gv_strides,
@@ -65,7 +63,7 @@ def bwd_dkdv_kernel(
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys of one key head; args.py describes the arguments.
 
-    grad_key, grad_value: None if not needed.
+    grad_key, grad_value: None if not needed. row_terms: as ``bwd_dq_kernel`` writes them, with NORMALIZE; else None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
@@ -167,11 +165,7 @@ def bwd_dkdv_kernel(
         store(grad_value, gv_strides, acc_v * (scales.out * unit), start_n, sizes.len_k, OPT.DV)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right", "pitch",
-    ]  # fmt: skip
-)
+@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "pitch"])
 def bwd_dq_kernel(
     query, key, value, grad_out, out, row_sums, row_terms, grad_query, grad_bias, grad_slopes, grad_mask,
     q_strides, k_strides, v_strides, o_strides, out_strides, gq_strides,
@@ -182,7 +176,7 @@ def bwd_dq_kernel(
 
     grad_query, grad_bias (rows, Hq), grad_slopes (rows, Hq, 2), grad_mask: None if not needed. The rows are those of
     packed queries, or the queries of all samples. out, row_sums: results of the forward pass, with NORMALIZE.
-    row_terms: where to write ``row_terms_of`` each row for the other kernel, or None.
+    row_terms: where to write bias, factor of the weights and dO · O of each row for the other kernel, or None.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid
+from sigattn.ops.triton.activation import LN2, LOG2E
 from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
     aligned,
@@ -18,6 +18,7 @@ from sigattn.ops.triton.tile import (
     cast,
     dot,
     in_bounds,
+    lifted_weights,
     load_bias,
     load_shift,
     tile_width,
@@ -94,7 +95,6 @@ def decode_kernel(
 
     acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
     if OPT.NORMALIZE:  # the exponent follows the least z of each row, as the maximum of a softmax
-        least_shift = shift
         row_shift = tl.full((BLOCK_M,), 1e30, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
     for start_n in tl.range(start, stop, BLOCK_N):
@@ -131,13 +131,7 @@ def decode_kernel(
             p = tl.where(entries != 0 if OPT.MASK == "bool" else entries != float("-inf"), p, none)
         if OPT.NORMALIZE:
             z = tl.where(valid[None, :], p, none)
-            is_hidden = z == none
-            new_shift = tl.maximum(tl.minimum(row_shift, tl.min(z, 1)), least_shift)
-            rescale = tl.exp2(new_shift - row_shift)
-            row_shift = new_shift
-            KIND: tl.constexpr = OPT.SIGMOID
-            p = sigmoid(z, tl.exp2(-row_shift)[:, None], row_shift[:, None], KIND, True)
-            p = tl.where(is_hidden, 0.0, p)
+            p, row_shift, rescale = lifted_weights(z, row_shift, shift, OPT)
             acc *= rescale[:, None]
             total = total * rescale + tl.sum(p, 1)
         acc = dot(cast(p, v.dtype), v, acc, OPT)  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV]; where not valid, v = 0

@@ -46,7 +46,7 @@ def walk_keys(
     q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift, unit,
     by_row, seed, threshold, sizes, scales, LIFTED: tl.constexpr, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of P V over the keys, [BLOCK_M, DV], with NORMALIZE that of P, and log₂ of the factor of P.
+    """Return the sum of P V over the keys, [BLOCK_M, DV], with NORMALIZE that of P, and the logarithm of P's factor.
 
     The latter are [BLOCK_M]. The factor is 2^shift, but with LIFTED that of ``lifted_weights``.
     """
@@ -82,7 +82,10 @@ def walk_keys(
                     p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
                 # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
                 acc = dot(cast(p, v.dtype), v, acc, OPT)
-    return acc, tl.sum(sums, 1), row_shift
+    lift = row_shift * LN2
+    if LIFTED:
+        lift = tl.where(row_shift > shift, tl.floor(lift + 0.5), lift)
+    return acc, tl.sum(sums, 1), lift
 
 
 @triton.jit(
@@ -95,7 +98,7 @@ def fwd_kernel(
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head of the output; args.py describes the arguments.
 
-    row_sums: float32, the sum of each row's weights times 2^s, and s · ln 2, with NORMALIZE; else None.
+    row_sums: with NORMALIZE float32, the sum of each row's weights times a factor, and the factor's logarithm.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     q_strides = aligned(q_strides, OPT)
@@ -130,15 +133,18 @@ def fwd_kernel(
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc, total, row_shift = walk_keys(
+    acc, total, lift = walk_keys(
         q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift,
         unit, by_row, seed, threshold, sizes, scales, False, OPT,
     )  # fmt: skip
     if OPT.NORMALIZE:
         # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
         least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
-        if tl.max(((total < least) & (offs_m < sizes.len_q)).to(tl.int32), 0) > 0:
-            acc, total, row_shift = walk_keys(
+        is_small = (total < least) & (offs_m < sizes.len_q)
+        if OPT.SIGMOID != "exact":
+            is_small &= total > 0.0  # which is 0 only if the row sees no key
+        if tl.max(is_small.to(tl.int32), 0) > 0:
+            acc, total, lift = walk_keys(
                 q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
                 shift, unit, by_row, seed, threshold, sizes, scales, True, OPT,
             )  # fmt: skip
@@ -147,5 +153,5 @@ def fwd_kernel(
         unit = 1.0
         pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
         tl.store(pointers, total, mask=offs_m < sizes.len_q)
-        tl.store(pointers + 1, tl.where(is_empty, 0.0, row_shift * LN2), mask=offs_m < sizes.len_q)
+        tl.store(pointers + 1, tl.where(is_empty, 0.0, lift), mask=offs_m < sizes.len_q)
     store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)

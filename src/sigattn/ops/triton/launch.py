@@ -98,17 +98,18 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: R
         "row_terms": None,
         "pitch": 0,
     }
-    out = row_sums = None
+    forward_results = dict.fromkeys(("out", "out_strides", "row_sums"))
     if result is not None:  # the kernel for dQ writes what that for dK and dV needs of each row
-        out, row_sums = limit_strides(result.out), result.row_sums
+        out = limit_strides(result.out)
+        forward_results = {"out": out, "out_strides": s.strides(out), "row_sums": result.row_sums.contiguous()}
         pitch = triton.cdiv(p.query.shape[0] if s.packed else s.n, _PITCH) * _PITCH
-        terms = row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, 3, pitch)
+        terms = result.row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, 3, pitch)
         launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
         query, bias, mask, slopes = hopper.dq(launch, grad_out), None, None, None
     else:
-        query, bias, mask, slopes = _dq(launch, needs_grad, out, row_sums)
+        query, bias, mask, slopes = _dq(launch, needs_grad, forward_results)
     if needs_grad.key and needs_grad.value and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
         key, value = hopper.dkdv(launch, grad_out)
     else:
@@ -151,9 +152,12 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
 
 
 def _dq(
-    launch: Launch, needs_grad: NeedsGrad, out: Tensor | None, row_sums: Tensor | None
+    launch: Launch, needs_grad: NeedsGrad, forward_results: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return dQ and the gradients of bias, mask and slopes."""
+    """Return dQ and the gradients of bias, mask and slopes.
+
+    forward_results: arguments of the kernel that are not None with ``normalize``.
+    """
     p, s = launch.problem, launch.shape
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if not (needs_grad.query or sums or p.normalize):
@@ -173,10 +177,8 @@ def _dq(
         grad_query=query,
         grad_bias=bias,
         grad_slopes=slopes,
-        out=out,
-        row_sums=row_sums,
-        out_strides=None if out is None else s.strides(out),
         gq_strides=None if query is None else s.strides(query),
+        **forward_results,
         **mask_arguments,
     )
     return (

@@ -13,7 +13,7 @@ import os
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import LOG2E, sigmoid, tanh
+from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid, tanh
 from sigattn.ops.triton.args import Mask, Sizes, Strides, padded_head_dim
 
 # Triton's interpreter has no products of bfloat16 and truncates where the hardware rounds.
@@ -355,10 +355,12 @@ def add_to_row_sums(sums, p):
 def lifted_weights(z, row_shift, least_shift, OPT: tl.constexpr):
     """Return P · 2^s of a tile, s of each row, and the factor of what earlier tiles summed with the exponent row_shift.
 
-    s is the least z of the row so far, but at least ``least_shift``, so that no row underflows. z: as ``weights``
-    returns it, +inf where a key is hidden. row_shift: [BLOCK_M], large before the first tile.
+    s is about the least z of the row so far, but at least ``least_shift``, so that no row underflows: s · ln 2, the
+    lift, is an integer, which float32 has exactly. z: as ``weights`` returns it, +inf where a key is hidden. row_shift:
+    [BLOCK_M], large before the first tile.
     """
-    new_shift = tl.maximum(tl.minimum(row_shift, tl.min(z, 1)), least_shift)
+    least = tl.floor(tl.min(z, 1) * LN2) * LOG2E
+    new_shift = tl.maximum(tl.minimum(row_shift, least), least_shift)
     KIND: tl.constexpr = "exact" if OPT.SIGMOID == "exact" else "accurate"
     p = sigmoid(z, tl.exp2(-new_shift)[:, None], new_shift[:, None], KIND, True)
     return tl.where(z == float("inf"), 0.0, p), new_shift, tl.exp2(new_shift - row_shift)
@@ -403,9 +405,10 @@ def divide_by_sums(row_sums, z_bias, rows, sizes):
     total = tl.load(row_sums, mask=rows < sizes.len_q, other=0.0)
     lift = tl.load(row_sums + 1, mask=rows < sizes.len_q, other=0.0)
     is_empty = total == 0.0
-    log_sum = tl.log2(tl.where(is_empty, 1.0, total)) - lift * LOG2E
-    drop = tl.maximum(-24.0 - log_sum, 0.0)
-    gain = tl.where(is_empty, 0.0, tl.exp2(-log_sum - drop))
+    total = tl.where(is_empty, 1.0, total)
+    shift = lift * LOG2E
+    drop = tl.maximum(shift - tl.log2(total) - 24.0, 0.0)
+    gain = tl.where(is_empty, 0.0, tl.exp2(shift - drop) / total)
     return z_bias - drop, gain
 
 
