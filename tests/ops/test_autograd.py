@@ -124,3 +124,25 @@ def test_a_cache_has_no_gradient_and_says_so():
     with torch.no_grad():
         torch.ops.sigattn.append_to_cache.default(cache, cache.clone(), new, new, start, None)
     assert torch.equal(cache[:, 5:6], new.detach())
+
+
+@pytest.mark.parametrize("which", ["query", "gradient"])
+def test_negative_views_are_converted_in_the_backward_pass(which):
+    """The backward op is called without the dispatcher, unless that has something to do."""
+    q, k, v, grad = (torch.randn(1, 1, 12, 8) for _ in range(4))
+    q.requires_grad_()
+
+    def gradient(q, grad):
+        return torch.autograd.grad(sigmoid_attention(q, k, v, backend="blocked"), q, grad)
+
+    negative = torch._neg_view(q) if which == "query" else torch._neg_view(grad)
+    given = (negative, grad) if which == "query" else (q, negative)
+    plain = (-q, grad) if which == "query" else (q, -grad)
+    torch.testing.assert_close(gradient(*given), gradient(*plain))
+
+
+def test_a_profiler_sees_both_ops():
+    q = torch.randn(1, 1, 12, 8, requires_grad=True)
+    with torch.profiler.profile() as profiler:
+        torch.autograd.grad(sigmoid_attention(q, q, q).sum(), q)
+    assert {"sigattn::dense_forward", "sigattn::dense_backward"} <= {event.key for event in profiler.key_averages()}

@@ -242,20 +242,28 @@ class Operator(Generic[P]):
         if grad_out is None:
             return (None,) * self.num_tensors
         needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])
-        gradients = self.backward_op(grad_out, *ctx.saved_tensors, *ctx.rest, needs_grad)
+        tensors = (grad_out, *ctx.saved_tensors)
+        if autograd.can_bypass_dispatcher(tensors):
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients: Any = self._compute_gradients(*tensors, *ctx.rest, needs_grad)
+        else:
+            gradients = self.backward_op(*tensors, *ctx.rest, needs_grad)
         return (*_only(gradients, needs_grad), *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
     # -- the backward op ------------------------------------------------------------------------------------------
 
     def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        gradients = self._compute_gradients(grad_out, *args)
+        return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
+
+    def _compute_gradients(self, grad_out: Tensor, *args: Any) -> Gradients:
         result, (*fields, backend, needs_grad) = Result(*args[:_NUM_RESULTS]), args[_NUM_RESULTS:]
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
         assert implementation.backward is not None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             if problem.normalize and result.row_sums.dim() == 1:  # a transform's level below has not returned them
                 result = implementation.forward(problem, None)
-            gradients = implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad))
-        return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
+            return implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad))
 
     def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *fields, _, needs_grad = args[_NUM_RESULTS:]
@@ -347,7 +355,7 @@ def _save_gradient(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result
     return result
 
 
-def _only(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor | None]:
+def _only(gradients: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor | None]:
     return [g if needed else None for g, needed in zip(gradients, needs_grad, strict=True)]
 
 
