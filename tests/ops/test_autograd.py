@@ -5,7 +5,7 @@ import torch
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
-from tests.ops.cases import COMPILER_NOISE
+from tests.ops.cases import COMPILER_NOISE, SUPPORTING, device_of
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
 
@@ -126,14 +126,15 @@ def test_a_cache_has_no_gradient_and_says_so():
     assert torch.equal(cache[:, 5:6], new.detach())
 
 
+@pytest.mark.parametrize("backend", SUPPORTING)
 @pytest.mark.parametrize("which", ["query", "gradient"])
-def test_negative_views_are_converted_in_the_backward_pass(which):
+def test_negative_views_are_converted_in_the_backward_pass(which, backend):
     """The backward op is called without the dispatcher, unless that has something to do."""
-    q, k, v, grad = (torch.randn(1, 1, 12, 8) for _ in range(4))
+    q, k, v, grad = (torch.randn(1, 1, 12, 8, device=device_of(backend)) for _ in range(4))
     q.requires_grad_()
 
     def gradient(q, grad):
-        return torch.autograd.grad(sigmoid_attention(q, k, v, backend="blocked"), q, grad)
+        return torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend), q, grad)
 
     negative = torch._neg_view(q) if which == "query" else torch._neg_view(grad)
     given = (negative, grad) if which == "query" else (q, negative)
