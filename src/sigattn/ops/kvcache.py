@@ -108,15 +108,19 @@ def _append(
     batch, new = key.shape[:2]
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
-    check_cache_bounds(_NAME, starts + new, starts if starts.shape[0] else None, table, key_cache.shape[0], capacity)
+    if starts.device.type == "cpu":
+        check_cache_bounds(_NAME, starts + new, starts if starts.shape[0] else None, table, len(key_cache), capacity)
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new] = key[b]
             value_cache[b, start : start + new] = value[b]
         return
-    positions = starts.long()[:, None] + torch.arange(new, device=key.device)  # (B, new)
-    pages = torch.arange(batch, device=key.device)[:, None].expand_as(positions)
-    if table is not None:
+    positions = starts.long()[:, None]  # (B, new)
+    if new != 1:
+        positions = positions + torch.arange(new, device=key.device)
+    if table is None:
+        pages = torch.arange(batch, device=key.device)[:, None].expand_as(positions)
+    else:
         pages = table.long().gather(1, positions // page)
     slots = positions % page
     key_cache[pages, slots] = key
