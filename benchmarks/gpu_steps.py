@@ -138,7 +138,7 @@ STEPS: tuple[Step, ...] = (
     Step("tests", 110, pytest=(*_TESTS, "-k", "triton or launch_cache or cuda_graph"),
          environment={"SIGATTN_FUZZ_EXAMPLES": "3" if TINY else "12"}),
     Step("hopper_tests", 80, pytest=("tests/ops/test_hopper.py", "-k", "on_a_gpu")),
-    Step("hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"),
+    Step("hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 72"),
          under=_SANITIZER, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     Step("accuracy", 80, ("accuracy", "AccuracyBenchmark", "benchmark_accuracy"), {"plot": False},
          {"lengths": (64, 256), "queries": 8, "head_dim": 16},

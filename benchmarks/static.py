@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import machine_code, provenance, static_hopper, tile_shapes
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
 from benchmarks.tables import mask_name
+from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import kernel_args, tma, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.tables import print_table
@@ -75,9 +76,8 @@ def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
         for causal in (False, True)
     ]
     if 90 in config.architectures and "bfloat16" in config.dtypes:
-        kernels += static_hopper.compile_all(
-            (d for d in config.head_dims if d in tuning.HOPPER_CONFIGS[tuning.FWD]), candidates=config.variants
-        )
+        if launch_hopper.WIDTH in config.head_dims:
+            kernels += static_hopper.compile_all(candidates=config.variants)
         if config.variants:
             kernels += [variant for d in config.head_dims for variant in _variants(d)]
     rows = [kernel.to_row() for kernel in kernels]
@@ -98,8 +98,8 @@ def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
 def _variants(head_dim: int) -> Iterator[CompiledKernel]:
     """Compile what is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
     for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
-        default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2)
-        for form in ("accurate", "paired", "exact", "fast"):
+        default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2, True)
+        for form in ("accurate", "paired", "paired-rcp", "exact", "fast"):
             if form != default.sigmoid:
                 variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
                 yield replace(variant, kernel=f"{kernel}, {form}")
@@ -140,7 +140,7 @@ def compile_kernel(
         config = config or tuning.decode_config(head_dim, itemsize, DECODED_ROWS)
         changes = {"GROUP": DECODED_ROWS, **changes}
     elif config is None:
-        config = tuning.kernel_config(kernel, architecture, head_dim, itemsize)
+        config = tuning.kernel_config(kernel, architecture, head_dim, itemsize, True)
     options = Options(
         D=head_dim,
         DV=head_dim,

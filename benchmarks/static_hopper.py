@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from benchmarks import machine_code, tile_shapes
 from benchmarks.compiled_kernel import CompiledKernel, summarize
+from sigattn.ops.hopper.launch import WARP_GROUPS, WIDTH
 from sigattn.ops.triton import tuning
 
 ROWS = 64  # of a group of four warps
@@ -20,19 +20,17 @@ _OWN = {
 _WALKED = {"query", "key", "value", "grad_out"}
 
 
-def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[CompiledKernel]:
+def compile_all(*, candidates: bool = False) -> list[CompiledKernel]:
     """Compile every kernel of the tables, full and causal; or every candidate for them."""
     return [
-        compile_kernel(kernel, d, causal, config)
-        for d in head_dims
+        compile_kernel(kernel, causal, config)
         for kernel in tuning.HOPPER_CONFIGS
-        for config in (tile_shapes.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER_CONFIGS[kernel][d]])
-        if config.persistent  # the others are the same code
+        for config in (tile_shapes.hopper_candidates(kernel) if candidates else [tuning.HOPPER_CONFIGS[kernel]])
         for causal in (False, True)
     ]
 
 
-def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig) -> CompiledKernel:
+def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig) -> CompiledKernel:
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:
@@ -49,15 +47,15 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
         tuning.DKDV: hopper_bwd_dkdv_kernel,
         tuning.DQ: hopper_bwd_dq_kernel,
     }
-    signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
+    signature, constants = _signature(functions[kernel], kernel, causal, config)
     source = GluonASTSource(functions[kernel], signature, constants)
     compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
     if line := missing_fence(compiled.asm["ptx"]):
-        raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: no fence and barrier before {line}")
+        raise RuntimeError(f"{kernel}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128
     shape = (ROWS, config.block) if kernel != tuning.DKDV else (config.block, ROWS)
-    tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
-    described = {"kernel": f"{kernel}, Gluon", "dtype": "bfloat16", "head_dim": head_dim, "causal": causal}
+    tile = tuning.Config(*shape, 4 + 4 * WARP_GROUPS[kernel], config.stages, config.sigmoid)
+    described = {"kernel": f"{kernel}, Gluon", "dtype": "bfloat16", "head_dim": WIDTH, "causal": causal}
     found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
@@ -65,13 +63,15 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
 
 
 def _signature(
-    function: Any, kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig
+    function: Any, kernel: str, causal: bool, config: tuning.HopperConfig
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
     from sigattn.ops.hopper.common import HopperOptions, Scales
 
-    options = HopperOptions(head_dim, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid)
+    options = HopperOptions(
+        WIDTH, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid, WARP_GROUPS=WARP_GROUPS[kernel]
+    )
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     for at, parameter in enumerate(function.params):
@@ -81,7 +81,9 @@ def _signature(
         elif name in _OWN[kernel] or name in _WALKED:
             rows = ROWS if name in _OWN[kernel] else config.block
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
+            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {WIDTH}],{layout!r}>"
+        elif name == "bias":
+            signature[name], constants[(at,)] = "constexpr", None
         else:
             signature[name] = Scales(*["fp32"] * 6) if name == "scales" else "i32"  # type: ignore[arg-type]
     return signature, constants

@@ -36,20 +36,11 @@ def candidates(kernel: str, head_dim: int) -> list[Config]:
     return configs + [config._replace(sigmoid="accurate") for config in configs[:1]]
 
 
-def hopper_candidates(kernel: str, head_dim: int) -> list[HopperConfig]:
-    """Return the configurations of a Hopper kernel that are worth measuring, if it supports a head size."""
-    default = tuning.HOPPER_CONFIGS[kernel].get(head_dim)
-    if default is None:
-        return []
-    configs = [HopperConfig(block, stages) for block in (64, 128) for stages in (2, 3)]
-    configs += [default._replace(persistent=False), default._replace(sigmoid="accurate")]
-    return [config for config in configs if _fits(kernel, head_dim, config)]
-
-
-def _fits(kernel: str, head_dim: int, config: HopperConfig) -> bool:
-    """Return True if registers and shared memory suffice, according to the compiler."""
-    resident = 4 * 64  # rows of two tensors for two groups
-    walked = 2 * config.stages * config.block
-    if 2 * (resident + walked) * head_dim > 226 * 1024:
-        return False
-    return kernel == FWD or config.block * head_dim <= (4096 if kernel == DKDV and head_dim == 64 else 8192)
+def hopper_candidates(kernel: str) -> list[HopperConfig]:
+    """Return the configurations of a Hopper kernel that are worth measuring: memory and registers suffice."""
+    default = tuning.HOPPER_CONFIGS[kernel]
+    configs = [HopperConfig(64, 2), HopperConfig(64, 3)]
+    others = {"paired": "paired-rcp", "paired-rcp": "paired"}
+    configs += [default._replace(persistent_keys=n) for n in (0, 1 << 30)]
+    configs += [default._replace(sigmoid=others[default.sigmoid])]
+    return list(dict.fromkeys(configs))

@@ -130,7 +130,7 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
 def current_config(config: TuneBenchmark, case: Case) -> tuning.Config:
     """Return the tables' tile shape."""
     itemsize = DTYPES[config.dtype].itemsize
-    return tuning.kernel_config(case.kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize)
+    return tuning.kernel_config(case.kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize, True)
 
 
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
@@ -139,9 +139,9 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     found: list[Candidate] = [current]
     if config.variants:
         found += [current._replace(tma=not current.tma)]
-        found += [c for c in (tuning.HOPPER_CONFIGS[case.kernel].get(case.head_dim),) if c is not None]
+        found += [tuning.HOPPER_CONFIGS[case.kernel]] if case.head_dim == launch_hopper.WIDTH else []
     elif config.warp_specialized:
-        found += tile_shapes.hopper_candidates(case.kernel, case.head_dim)
+        found += tile_shapes.hopper_candidates(case.kernel) if case.head_dim == launch_hopper.WIDTH else []
     else:
         found += [c for c in tile_shapes.candidates(case.kernel, case.head_dim) if c != current]
     return found if config.max_candidates is None else found[: 1 + config.max_candidates]
@@ -250,22 +250,20 @@ def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -
 @contextlib.contextmanager
 def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: Inputs) -> Iterator[None]:
     """Change the tables for one call, so that it uses the candidate."""
-    changing = ("kernel_config", "WARP_SPECIALIZED", "HOPPER_CONFIGS", "SHRINK_TILES")
+    changing = ("kernel_config", "HOPPER_CONFIGS", "SHRINK_TILES")
     before = {name: getattr(tuning, name) for name in changing}
 
-    def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) -> tuning.Config:
+    def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int, tma: bool = False) -> tuning.Config:
         if kernel == changed and isinstance(candidate, tuning.Config):
             return candidate
-        config: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize)
+        config: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize, tma)
         return config
 
-    special = [changed] if isinstance(candidate, tuning.HopperConfig) else []
+    special = {changed: candidate} if isinstance(candidate, tuning.HopperConfig) else {}
     if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), inputs.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     try:
-        tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
-        if isinstance(candidate, tuning.HopperConfig):
-            tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
+        tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.SHRINK_TILES = kernel_config, special, False
         yield
     finally:
         for name, value in before.items():

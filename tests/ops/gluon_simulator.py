@@ -44,6 +44,8 @@ class Value:
 def _raw(x: Any) -> Any:
     if isinstance(x, Pending):
         raise AssertionError("the result of a product is used before it was waited for")
+    if type(x).__name__ == "constexpr":
+        return x.value
     return x.data if isinstance(x, Value) else x
 
 
@@ -76,6 +78,19 @@ class Shared:
 
     def store(self, value: Value) -> None:
         self.data.copy_(_raw(value))
+
+
+class Pointer:
+    """A pointer to an entry of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, step: int) -> Pointer:
+        return Pointer(self.tensor, self.offset + step)
+
+    def load(self) -> Value:
+        return Value(torch.as_strided(self.tensor, (), (), self.tensor.storage_offset() + self.offset))
 
 
 class Barrier:
@@ -343,6 +358,7 @@ class Simulator:
             maximum=max,
             static_range=range,
             static_assert=lambda condition: None,
+            load=lambda pointer: pointer.load(),
             exp2=unary(torch.exp2),
             zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
             arange=lambda start, stop, layout: Value(torch.arange(start, stop)),
@@ -393,6 +409,7 @@ class Simulator:
                         found[name] = types.FunctionType(f.__code__, world(f.__globals__), name, f.__defaults__)
             return worlds[id(names)]
 
+        arguments = {name: Pointer(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
         names = world(vars(module))
         self.programs = programs
         for self.program in range(programs):

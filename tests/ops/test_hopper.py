@@ -42,16 +42,15 @@ def simulated(monkeypatch):
     empty_like = torch.empty_like
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
-    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(tuning.HOPPER_CONFIGS))
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
-        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]])
+        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, launch_hopper.WIDTH])
     )
     return simulated
 
 
-def problem_of(n, keys, causal, dtype, d=64, heads=2, key_heads=1):
+def problem_of(n, keys, causal, dtype, d=72, heads=2, key_heads=1):
     g = torch.Generator().manual_seed(n + keys)
     q, grad = torch.randn(2, 1, heads, n, d, generator=g).to(dtype).unbind()
     # (B, M, H, D) in memory, as projections give them
@@ -62,7 +61,7 @@ def problem_of(n, keys, causal, dtype, d=64, heads=2, key_heads=1):
 
 
 def formula(p, dtype):
-    options = {"causal": p.right == 0, "bias": p.bias.item(), "offset": p.query_offset, "dtype": dtype}
+    options = {"causal": p.right == 0, "bias": p.bias, "offset": p.query_offset, "dtype": dtype}
     return truth.formula(p.query, p.key, p.value, **options)
 
 
@@ -84,13 +83,13 @@ def calls(*configs):
     calls(
         (HopperConfig(64, 2), torch.bfloat16),
         (HopperConfig(128, 3), torch.bfloat16),
-        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
+        (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
         (HopperConfig(64, 3), torch.float16),
         (HopperConfig(64, 3, sigmoid="accurate"), torch.float16),
     ),
 )
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: config})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, config)
     p, _ = problem_of(*size, causal, dtype)
     exact, rough = formula(p, torch.float64), formula(p, dtype)
     for simulated.order in ORDERS:
@@ -104,12 +103,12 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
         (HopperConfig(64, 2), torch.bfloat16),
         (HopperConfig(64, 2, sigmoid="accurate"), torch.bfloat16),
         (HopperConfig(128, 3), torch.float16),
-        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
+        (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
     ),
 )
 def test_backward(simulated, monkeypatch, causal, size, config, dtype):
     for kernel in (tuning.DKDV, tuning.DQ):
-        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: config})
+        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
     p, grad = problem_of(*size, causal, dtype)
     exact, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for simulated.order in ORDERS:
@@ -123,17 +122,17 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
 
 @pytest.mark.parametrize("sigmoid", ["accurate", "paired"])
 def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: HopperConfig(64, 2, sigmoid=sigmoid)})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, HopperConfig(64, 2, sigmoid=sigmoid))
     p, _ = problem_of(130, 130, False, torch.bfloat16)
     p.query[0, 0, 7, 3] = torch.nan
     out = launch.forward(p).out
     assert out[0, 0, 7].isnan().all()
-    assert out.isnan().sum() == 64
+    assert out.isnan().sum() == 72
 
 
 def test_the_tables(simulated):
-    """Every configuration in the tables, at both head sizes."""
-    for d in (64, 128):
+    """Every configuration in the tables, with tiles of 128 features that heads fill or do not."""
+    for d in (80, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p).out, formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
         found = launch.backward(p, grad, NeedsGrad(True, True, True))
@@ -141,6 +140,21 @@ def test_the_tables(simulated):
             found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
         ):
             assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+
+
+@pytest.mark.parametrize("cache", [0, 300_000, 1 << 30])
+def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cache):
+    """Sections of one head, of three key heads (the last has one), and of all."""
+    monkeypatch.setattr(launch_hopper, "_CACHE", cache)
+    p, grad = problem_of(200, 200, True, torch.bfloat16, heads=8, key_heads=4)
+    p = p._replace(bias=torch.linspace(-7, -3, 8).view(1, 8, 1, 1))
+    assert_as_good_as_formula(launch.forward(p).out, formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
+    found = launch.backward(p, grad, NeedsGrad(True, True, True))
+    for mine, t, r in zip(
+        found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
+    ):
+        assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -151,20 +165,20 @@ each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids
 @on_a_gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("kernel", "d", "config"),
-    [(k, d, c) for k in tuning.HOPPER_CONFIGS for d in (64, 128) for c in tile_shapes.hopper_candidates(k, d)],
+    ("kernel", "config"),
+    [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_candidates(k)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):
+def test_candidates_on_a_gpu(monkeypatch, causal, kernel, config, dtype):
     """Every candidate configuration, on the GPU instead of in simulation."""
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {d: config})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
     for size in SIZES:
-        check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
+        check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=128))
 
 
 @on_a_gpu
 @each_kernel
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [72, 128])
 def test_tables_on_a_gpu(monkeypatch, kernel, d):
     """The configurations in the tables, also at larger sizes."""
     for size in [*SIZES, (1024, 1024), (4096, 5000)]:
@@ -176,7 +190,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     """Compare a kernel's results with the formula in float64 and in the same dtype."""
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
-    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset([kernel]))
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: tuning.HOPPER_CONFIGS[kernel]})
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
         exact, rough = formula(p, torch.float64), formula(p, p.query.dtype)
@@ -197,21 +211,18 @@ def test_unsupported_problems(simulated):
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
         p._replace(softcap=2.0),
-        p._replace(bias=torch.zeros(1, 2, 1, 1)),
+        p._replace(bias=torch.zeros(1, 2, 130, 1)),
         p._replace(alibi_slopes=torch.ones(1, 2, 2)),
         p._replace(attn_mask=torch.ones(1, 1, 130, 130, dtype=torch.bool)),
         p._replace(key_lengths=torch.tensor([100])),
         p._replace(seed=torch.tensor(0), dropout_p=0.5),
         p._replace(value=p.value[..., :32]),
         p._replace(query=p.query.mT.contiguous().mT),
-        p._replace(key=p.key.expand(1, 1, 130, 64)[:, :, :1].expand(1, 1, 130, 64)),
+        p._replace(key=p.key[:, :, :1].expand(1, 1, 130, 72)),
+        p._replace(**{name: getattr(p, name)[..., :64] for name in ("query", "key", "value")}),
     ]
     for other in others:
         assert launch_hopper.unavailable(kernel_args.prepare(other)) is not None
-
-
-def test_they_are_not_used_before_they_are_measured():
-    assert not tuning.WARP_SPECIALIZED
 
 
 # lines without which a kernel is wrong, with the error, or None if a number is wrong in some order of events
@@ -228,6 +239,7 @@ MISTAKES = {
         "            mbarrier.arrive(memory.v_empty.index(v_slot))\n",
         gluon_simulator.DeadlockError,
     ),
+    "baton not passed": (hopper, "            pass_baton(memory, WARP_GROUP, OPT)\n", gluon_simulator.DeadlockError),
     "value used before its wait": (hopper, "            logits = warpgroup_mma_wait(1, deps=[logits])\n", TypeError),
     "queries overwritten before they were read": (
         hopper,
@@ -258,9 +270,8 @@ def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
     exec(compile(source, "changed", "exec"), vars(changed))
     simulated.modules = [changed]
     kernels = [tuning.FWD] if module is hopper else [tuning.DKDV, tuning.DQ]
-    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
-    for kernel in kernels:
-        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, 3 if "queries" in mistake else 2)})
+    config = HopperConfig(64, 3 if "queries" in mistake else 2)
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(kernels, config))
     p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
     exact = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
 

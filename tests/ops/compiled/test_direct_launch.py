@@ -11,11 +11,9 @@ from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.kvcache import KV_CACHE
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import launch_cache, tuning
-from sigattn.ops.triton.tuning import DKDV, DQ, FWD
 from tests.ops import standin_driver
 
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
-WARP_SPECIALIZED = frozenset([FWD, DKDV, DQ])
 # options of the problem, architecture, settings of the tables
 KINDS = {
     "plain": ({}, 80, {}),
@@ -26,7 +24,9 @@ KINDS = {
     "TMA": ({"right": 0}, 90, {"tma": True}),
     "head of 40": ({"d": 40}, 90, {}),
     "dK and dV apart": ({"d": 256}, 90, {}),
-    "Gluon": ({"right": 0}, 90, {"WARP_SPECIALIZED": WARP_SPECIALIZED}),
+    "Gluon": ({"right": 0, "d": 128}, 90, {}),
+    "Gluon, head of 80": ({"d": 80}, 90, {}),
+    "Gluon, bias of heads": ({"d": 128, "bias": (1, 4, 1, 1)}, 90, {}),
     "normalize": ({"right": 0, "normalize": True}, 90, {}),
     "mask, ALiBi": ({"attn_mask": (2, 1, 130, 130), "alibi_slopes": (1, 4, 2)}, 90, {}),
     "bias of heads, lengths": ({"bias": (1, 4, 1, 1), "key_lengths": (2,)}, 90, {}),

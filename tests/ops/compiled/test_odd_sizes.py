@@ -11,14 +11,13 @@ import torch
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.triton import tuning
-from sigattn.ops.triton.tuning import DKDV, DQ, FWD
 from tests.ops import standin_driver
 
 in_force = tuning.kernel_config
 MODES = {
     "default": {"DIRECT_LAUNCH": True},
     "TMA": {"kernel_config": lambda *given: in_force(*given)._replace(tma=True)},
-    "Gluon": {"WARP_SPECIALIZED": frozenset([FWD, DKDV, DQ])},
+    "portable": {"HOPPER_CONFIGS": {}},
 }
 
 
@@ -52,6 +51,9 @@ SELF = {
     "one token for all": lambda: rows(2, 1, 4, 64).expand(2, 4, 100, 64),
     "one feature for all": lambda: rows(2, 100, 4, 1).expand(2, 4, 100, 64),
     "one sample for all": lambda: rows(1, 100, 4, 64).expand(3, 4, 100, 64),
+    "128 features": lambda: rows(2, 100, 4, 128),
+    "misaligned, 128 features": lambda: moved(2, 100, 4, 128),
+    "a part of 128 features": lambda: rows(2, 101, 4, 128)[..., 8:88],
     "70,000 samples": lambda: rows(70_000, 2, 2, 16),
     "70,001 heads": lambda: rows(1, 2, 70_001, 16),
 }
@@ -120,6 +122,8 @@ def test_masks_and_numbers_of_any_kind(launched):
         {"dropout_p": 1e-12},
     ):
         both_passes(q, q, q, **options)
+        wide = rows(2, 100, 4, 128)
+        both_passes(wide, wide, wide, **options)
 
 
 def test_more_elements_than_32_bits_count():

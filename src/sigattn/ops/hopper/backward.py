@@ -24,9 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sigattn.ops.hopper.common import (
+    HeadBias,
     Sizes,
     barriers,
     key_tile,
+    load_bias,
     logit_gradient,
     num_turns,
     query_tile,
@@ -110,7 +112,7 @@ def produce_queries(query, key, value, grad_out, memory, sizes, OPT: gl.constexp
 
 
 @gluon.jit
-def consume_queries(grad_key, grad_value, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+def consume_queries(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
     """Compute dK and dV of one group's 64 keys, turn after turn."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
@@ -139,8 +141,9 @@ def consume_queries(grad_key, grad_value, memory, sizes, scales, WARP_GROUP: gl.
             logits = warpgroup_mma_wait(1, deps=[logits])
             tile = step % gl.maximum(tiles, 1)
             i = sizes.query_offset + first_query + tile * BLOCK + offs_m
+            z_bias = load_bias(bias, scales, b, h_kv * OPT.GROUP + step // gl.maximum(tiles, 1), OPT)
             # rows are keys and columns queries here; so -j and -i are compared
-            p = weights(logits, scales, -j, -i, tile < edges, OPT)
+            p = weights(logits, scales, z_bias, -j, -i, tile < edges, OPT)
             operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
             dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
@@ -161,22 +164,24 @@ def consume_queries(grad_key, grad_value, memory, sizes, scales, WARP_GROUP: gl.
         mbarrier.arrive(memory.own_empty.index(WARP_GROUP))
 
 
-@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "query_offset"])
+@gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_key, grad_value, len_q, len_k, heads, batch_heads, query_offset, scales,
-    OPT: gl.constexpr,
+    query, key, value, grad_out, grad_key, grad_value, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
+    query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of tiles of 128 keys; common.py describes the arguments."""
     memory = allocate(key, value, query, grad_out, OPT)
-    sizes = Sizes(len_q, len_k, heads, query_offset, num_turns(gl.cdiv(len_k, 2 * OPT.ROWS) * batch_heads, OPT))
+    turns = num_turns(gl.cdiv(len_k, OPT.WARP_GROUPS * OPT.ROWS) * batch_heads, OPT)
+    sizes = Sizes(len_q, len_k, heads, query_offset, batch_heads, section, turns)
+    bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (consume_queries, (grad_key, grad_value, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume_queries, (grad_key, grad_value, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
             (produce_queries, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],
-        [OPT.REGISTERS, 24],
+        [240, 24],  # registers of a thread
     )
 
 
@@ -191,7 +196,7 @@ def produce_keys(query, key, value, grad_out, memory, sizes, OPT: gl.constexpr):
 
 
 @gluon.jit
-def consume_keys(grad_query, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+def consume_keys(grad_query, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
     """Compute dQ of one group's 64 queries, turn after turn."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
@@ -206,6 +211,7 @@ def consume_keys(grad_query, memory, sizes, scales, WARP_GROUP: gl.constexpr, OP
     count = 0  # tiles so far
     for turn in range(sizes.turns):
         b, h, start_m, tiles, full_tiles = query_tile(turn, sizes, OPT)
+        z_bias = load_bias(bias, scales, b, h, OPT)
         start = start_m + WARP_GROUP * ROWS
         i = sizes.query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
         acc = gl.zeros([ROWS, D], gl.float32, out_layout)
@@ -217,7 +223,7 @@ def consume_keys(grad_query, memory, sizes, scales, WARP_GROUP: gl.constexpr, OP
             logits = warpgroup_mma(q, transposed(memory.first, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             dp = warpgroup_mma(do, transposed(memory.second, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             logits = warpgroup_mma_wait(1, deps=[logits])
-            p = weights(logits, scales, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
+            p = weights(logits, scales, z_bias, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
             dp = warpgroup_mma_wait(0, deps=[dp])
             # keys beyond the last have v = 0, and so no gradient
             ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
@@ -234,19 +240,22 @@ def consume_keys(grad_query, memory, sizes, scales, WARP_GROUP: gl.constexpr, OP
         mbarrier.arrive(memory.own_empty.index(WARP_GROUP))
 
 
-@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "query_offset"])
+@gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dq_kernel(
-    query, key, value, grad_out, grad_query, len_q, len_k, heads, batch_heads, query_offset, scales, OPT: gl.constexpr,
+    query, key, value, grad_out, grad_query, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
+    query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dQ of tiles of 128 queries; common.py describes the arguments."""
     memory = allocate(query, grad_out, key, value, OPT)
-    sizes = Sizes(len_q, len_k, heads, query_offset, num_turns(gl.cdiv(len_q, 2 * OPT.ROWS) * batch_heads, OPT))
+    turns = num_turns(gl.cdiv(len_q, OPT.WARP_GROUPS * OPT.ROWS) * batch_heads, OPT)
+    sizes = Sizes(len_q, len_k, heads, query_offset, batch_heads, section, turns)
+    bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (consume_keys, (grad_query, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume_keys, (grad_query, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume_keys, (grad_query, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume_keys, (grad_query, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
             (produce_keys, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],
-        [OPT.REGISTERS, 24],
+        [240, 24],  # registers of a thread
     )

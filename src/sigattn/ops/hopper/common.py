@@ -1,7 +1,7 @@
 """Functions shared by the Gluon kernels: σ, barriers, and which tiles a program works on.
 
-The kernels are warp-specialised. Programs are persistent: no more of them run than fit the GPU, and each works
-on several tiles in turn ("turns"). In the loops of the consumers, "slot" is an entry of a ring in shared memory.
+The kernels are warp-specialised: one warp loads tiles by TMA, and groups of four warps ("groups") compute. A program
+works on one tile after another ("turns"). In the loops of the groups, "slot" is an entry of a ring in shared memory.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from sigattn.ops.triton import activation
 
 # Elementwise functions are the portable kernels' own.
 reciprocal: Any = gluon.jit(activation.reciprocal.fn)
+special_reciprocal: Any = gluon.jit(activation.special_reciprocal.fn)
 fast_sigmoid: Any = gluon.jit(activation.fast_sigmoid.fn)
+LOG2E, Z_TO_HALF = activation.LOG2E, activation.Z_TO_HALF
 logit_gradient: Any = gluon.jit(activation.logit_gradient.fn)
 
-__all__ = ["HopperOptions", "Scales", "Sizes"]
+__all__ = ["HeadBias", "HopperOptions", "Scales", "Sizes"]
 
 
 class Sizes(NamedTuple):
-    """Numbers of queries, keys and query heads of a sample, position of its first query, and turns of a program."""
+    """Numbers of queries, keys and query heads of a sample, position of its first query, and the tile scheduler's.
+
+    batch_heads: heads of all samples (of queries, or of keys in the kernel of dK and dV). section: heads whose tiles
+    are ordered by length together. turns: of this program.
+    """
 
     len_q: Any
     len_k: Any
     heads: Any
     query_offset: Any
+    batch_heads: Any
+    section: Any
     turns: Any
 
 
@@ -51,7 +59,8 @@ class Scales(NamedTuple):
 class HopperOptions(NamedTuple):
     """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
 
-    ROWS: queries or keys of a warp group. REGISTERS: of a thread of the consumers.
+    D: width of a tile, at least the head size. BIAS: "number", or "tensor" with a bias for each head. ROWS: queries or
+    keys of a group.
     """
 
     D: int
@@ -61,14 +70,17 @@ class HopperOptions(NamedTuple):
     CAUSAL: bool = False
     SIGMOID: str = "paired"
     SHIFTED: bool = False
+    BIAS: str = "number"
+    WARP_GROUPS: int = 2
     ROWS: int = 64
-    REGISTERS: int = 240
 
 
-@gluon.jit
-def special_reciprocal(d):
-    """Return 1/d, by the special-function unit."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=gl.float32, is_pure=True, pack=1)
+class HeadBias(NamedTuple):
+    """Pointer to the biases of heads, and its strides along samples and heads."""
+
+    pointer: Any
+    b: Any
+    h: Any
 
 
 @gluon.jit
@@ -85,21 +97,31 @@ def reciprocal_of_some(d):
 
 
 @gluon.jit
-def weights(logits, scales, i, j, edge, OPT: gl.constexpr):
+def load_bias(bias, scales, b, h, OPT: gl.constexpr):
+    """Return the bias of a head as a term of z, -log₂e · b."""
+    if OPT.BIAS == "tensor":
+        term = gl.load(bias.pointer + b * bias.b + h * bias.h).to(gl.float32) * -LOG2E
+    else:
+        term = scales.bias
+    return term
+
+
+@gluon.jit
+def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
     """Return P from Q Kᵀ, times 2^shift with SHIFTED; if ``edge``, 0 where key j lies after position i.
 
     The branch remains without a causal mask too, where it is never taken, because the assembler does not move code over
     it. Without the branch, half of σ was scheduled behind the wait for the products that it should overlap with.
     """
-    z = logits * scales.z + scales.bias
+    z = logits * scales.z + bias
     if OPT.SIGMOID == "fast":
-        p = fast_sigmoid(z)
-    elif OPT.SIGMOID == "paired":
+        p = fast_sigmoid(logits * (scales.z * Z_TO_HALF) + bias * Z_TO_HALF)
+    elif OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-rcp":
         # two neighbours, both in one thread, share a reciprocal
         e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         d = 1.0 + e
-        r = reciprocal_of_some(d * f + d)
+        r = reciprocal_of_some(d * f + d) if OPT.SIGMOID == "paired" else special_reciprocal(d * f + d)
         if OPT.SHIFTED:
             r = r * (1.0 / scales.unit)
         p = gl.reshape(gl.join(r * f + r, r * d), z.shape)
@@ -136,8 +158,8 @@ def transposed(ring, slot, ROWS: gl.constexpr, D: gl.constexpr):
 def tile_index(turn, OPT: gl.constexpr):
     """Return the index of a program's tile in a turn.
 
-    In each turn the programs take tiles in order; under a causal mask, where tiles differ in length, every second turn
-    in reverse order, so that a program with a long tile gets a short one next.
+    In each turn the programs take tiles in order; under a causal mask, where tiles differ in length, every second
+    turn in reverse order, so that a program with a long tile gets a short one next.
     """
     programs = gl.num_programs(0)
     index = gl.program_id(0)
@@ -162,17 +184,26 @@ def num_turns(tiles, OPT: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(turn, sizes, OPT: gl.constexpr):
-    """Return a turn's sample, head, first query, number of tiles of keys, and how many of them need no mask.
+def head_and_tile(index, tiles, sizes):
+    """Return a head and one of its tiles, the longest first.
 
-    Tiles of queries are numbered head by head, so that programs which run at the same time share keys; those with the
-    most keys come first.
+    A section of heads is finished before the next begins, and within it the longest tiles of all heads come first.
+    With sections of one head, programs that run at the same time walk the same head, which they read from the cache.
+    Under a causal mask that is slow, because short tiles would be left for the end and programs drift apart: there a
+    section has as many heads as the cache holds.
     """
-    ROWS: gl.constexpr = 2 * OPT.ROWS
+    first = index // (sizes.section * tiles) * sizes.section
+    width = gl.minimum(sizes.section, sizes.batch_heads - first)
+    index = index % (sizes.section * tiles)
+    return first + index % width, index // width
+
+
+@gluon.jit
+def query_tile(turn, sizes, OPT: gl.constexpr):
+    """Return a turn's sample, head, first query, number of tiles of keys, and how many of them need no mask."""
+    ROWS: gl.constexpr = OPT.WARP_GROUPS * OPT.ROWS
     row_tiles = gl.cdiv(sizes.len_q, ROWS)
-    index = tile_index(turn, OPT)
-    head = index // row_tiles
-    row_tile = index % row_tiles
+    head, row_tile = head_and_tile(tile_index(turn, OPT), row_tiles, sizes)
     if OPT.CAUSAL:
         row_tile = row_tiles - 1 - row_tile
     start_m = row_tile * ROWS
@@ -189,12 +220,11 @@ def query_tile(turn, sizes, OPT: gl.constexpr):
 @gluon.jit
 def key_tile(turn, sizes, OPT: gl.constexpr):
     """Return a turn's sample, key head, first key, first query, number of tiles of queries, and how many are masked."""
-    ROWS: gl.constexpr = 2 * OPT.ROWS
+    ROWS: gl.constexpr = OPT.WARP_GROUPS * OPT.ROWS
     key_tiles = gl.cdiv(sizes.len_k, ROWS)
     kv_heads = sizes.heads // OPT.GROUP
-    index = tile_index(turn, OPT)
-    start_n = index % key_tiles * ROWS  # under a causal mask the first keys have the most queries
-    head = index // key_tiles
+    head, tile = head_and_tile(tile_index(turn, OPT), key_tiles, sizes)
+    start_n = tile * ROWS  # under a causal mask the first keys have the most queries
     first_query = 0
     edges = gl.minimum(sizes.query_offset, 0)  # 0, but the compiler does not know that (``weights``)
     if OPT.CAUSAL:

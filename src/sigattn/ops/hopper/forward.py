@@ -1,12 +1,13 @@
 """Forward kernel for Hopper in Gluon, the lower level of Triton: TMA, wgmma and mbarriers, warps specialised.
 
-A producer warp loads tiles of K and V by TMA into rings in shared memory. Two consumer groups of four warps, with 64
-queries each, read them there. A group leaves P V of a tile running while it computes the weights of the next one: with
-sigmoid, nothing depends on the tile before but the sum. While one group computes weights, the products of the other
-run. A program may have several tiles of queries: the next ones, and their keys, are loaded while an output is stored.
+A producer warp loads tiles of K and V by TMA into rings in shared memory. Three groups of four warps, with 64 queries
+each, read them there. A group leaves P V of a tile running while it computes the weights of the next one: with
+sigmoid, nothing depends on the tile before but the sum. The groups issue their products in turn, by a baton that each
+passes to the next, so that while one group computes weights, the products of the others run. A program may have several
+tiles of queries: the next ones, and their keys, are loaded while an output is stored.
 
-It supports the plain problem: 16 bits, D = Dv of 64 or 128, b a number, full or causal. Tensors are TMA descriptors of
-(B, H, N, D): rows beyond the last are 0 when read and omitted when written. docs/speed.md has the model behind it.
+It supports the plain problem: 16 bits, D = Dv of 72 to 128, one b for each head, full or causal. Tensors are TMA
+descriptors of (B, H, N, D): what lies outside is 0 when read and omitted when written. docs/speed.md has measurements.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.hopper.common import Sizes, barriers, num_turns, query_tile, transposed, weights
+from sigattn.ops.hopper.common import (
+    HeadBias,
+    Sizes,
+    barriers,
+    load_bias,
+    num_turns,
+    query_tile,
+    transposed,
+    weights,
+)
 
 __all__ = ["hopper_fwd_kernel"]
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory: queries and outputs of both groups, rings of K and V, and barriers for full and empty slots."""
+    """Shared memory: queries and outputs of the groups, rings of K and V, barriers for full and empty slots, batons."""
 
     queries: Any
     outputs: Any
@@ -42,17 +52,19 @@ class ForwardMemory(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+    batons: Any
 
 
 @gluon.jit
 def produce(query, key, value, memory, sizes, OPT: gl.constexpr):
-    """Load queries, then tile after tile of K and V, each into its ring as soon as both groups have left the slot."""
+    """Load queries, then tile after tile of K and V, each into its ring as soon as all groups have left the slot."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
+    GROUPS: gl.constexpr = OPT.WARP_GROUPS
     count = 0  # tiles so far
     for turn in range(sizes.turns):
         b, h, start_m, tiles, _full = query_tile(turn, sizes, OPT)
-        for g in gl.static_range(2):
+        for g in gl.static_range(GROUPS):
             mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)
             mbarrier.expect(memory.q_full.index(g), OPT.ROWS * D * 2)
             origin = [b, h, start_m + g * OPT.ROWS, 0]
@@ -71,8 +83,23 @@ def produce(query, key, value, memory, sizes, OPT: gl.constexpr):
 
 
 @gluon.jit
-def consume(out, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
-    """Compute the output of one group's 64 queries, turn after turn."""
+def take_baton(memory, step, WARP_GROUP: gl.constexpr):
+    """Wait until the group before this one has issued its products of a step; the first group's of the step before."""
+    mbarrier.wait(memory.batons.index(WARP_GROUP), step & 1 ^ (WARP_GROUP == 0))
+
+
+@gluon.jit
+def pass_baton(memory, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+    """Let the next group issue its products."""
+    mbarrier.arrive(memory.batons.index((WARP_GROUP + 1) % OPT.WARP_GROUPS))
+
+
+@gluon.jit
+def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+    """Compute the output of one group's 64 queries, turn after turn.
+
+    Steps are counted through all turns: a step issues S of one tile, and P V of the one before.
+    """
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
     ROWS: gl.constexpr = OPT.ROWS
@@ -87,30 +114,35 @@ def consume(out, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.conste
     for turn in range(sizes.turns):
         b, h, start_m, tiles, full_tiles = query_tile(turn, sizes, OPT)
         start = start_m + WARP_GROUP * ROWS
+        z_bias = load_bias(bias, scales, b, h, OPT)
         i = sizes.query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))  # [ROWS, D]
 
         mbarrier.wait(memory.q_full.index(WARP_GROUP), turn & 1)
         slot = count % OPT.STAGES
         mbarrier.wait(memory.k_full.index(slot), count // OPT.STAGES & 1)
+        take_baton(memory, count, WARP_GROUP)
         # [ROWS, D] @ [D, BLOCK] -> [ROWS, BLOCK]
         logits = warpgroup_mma(q, transposed(memory.k_ring, slot, BLOCK, D), empty, use_acc=False, is_async=True)
+        pass_baton(memory, WARP_GROUP, OPT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(memory.k_empty.index(slot))
-        p = weights(logits, scales, i, offs_n, full_tiles < 1, OPT)
+        p = weights(logits, scales, z_bias, i, offs_n, full_tiles < 1, OPT)
         operand = gl.convert_layout(p.to(out.dtype), weights_layout)
         for tile in range(1, tiles):
             k_slot = (count + tile) % OPT.STAGES
             mbarrier.wait(memory.k_full.index(k_slot), (count + tile) // OPT.STAGES & 1)
             k = transposed(memory.k_ring, k_slot, BLOCK, D)
+            take_baton(memory, count + tile, WARP_GROUP)
             logits = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
             v_slot = (count + tile - 1) % OPT.STAGES
             mbarrier.wait(memory.v_full.index(v_slot), (count + tile - 1) // OPT.STAGES & 1)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D], running while this group computes the weights below
             acc = warpgroup_mma(operand, memory.v_ring.index(v_slot).reshape([BLOCK, D]), acc, is_async=True)
+            pass_baton(memory, WARP_GROUP, OPT)
             logits = warpgroup_mma_wait(1, deps=[logits])
             mbarrier.arrive(memory.k_empty.index(k_slot))
-            p = weights(logits, scales, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
+            p = weights(logits, scales, z_bias, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
             next_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
             acc = warpgroup_mma_wait(0, deps=[acc])
             acc = warpgroup_mma_init(acc)
@@ -130,36 +162,42 @@ def consume(out, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.conste
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "query_offset"])
+@gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_fwd_kernel(
-    query, key, value, out, len_q, len_k, heads, batch_heads, query_offset, scales, OPT: gl.constexpr,
+    query, key, value, out, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section, query_offset, scales,
+    OPT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of tiles of 128 queries; common.py describes the arguments."""
+    """Compute the output of tiles of 192 queries; common.py describes the arguments."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
     STAGES: gl.constexpr = OPT.STAGES
     ROWS: gl.constexpr = OPT.ROWS
     dtype: gl.constexpr = query.dtype
     memory = ForwardMemory(
-        gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout),
-        gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout),
+        gl.allocate_shared_memory(dtype, [OPT.WARP_GROUPS, 1, 1, ROWS, D], query.layout),
+        gl.allocate_shared_memory(dtype, [OPT.WARP_GROUPS, 1, 1, ROWS, D], query.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], key.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], value.layout),
-        barriers(2, 1),
-        barriers(2, 1),
+        barriers(OPT.WARP_GROUPS, 1),
+        barriers(OPT.WARP_GROUPS, 1),
         barriers(STAGES, 1),
-        barriers(STAGES, 2),
+        barriers(STAGES, OPT.WARP_GROUPS),
         barriers(STAGES, 1),
-        barriers(STAGES, 2),
+        barriers(STAGES, OPT.WARP_GROUPS),
+        barriers(OPT.WARP_GROUPS, 1),
     )
     fence_async_shared()
-    sizes = Sizes(len_q, len_k, heads, query_offset, num_turns(gl.cdiv(len_q, 2 * ROWS) * batch_heads, OPT))
+    turns = num_turns(gl.cdiv(len_q, OPT.WARP_GROUPS * ROWS) * batch_heads, OPT)
+    sizes = Sizes(len_q, len_k, heads, query_offset, batch_heads, section, turns)
+    bias = HeadBias(bias, bias_b, bias_h)
+    gl.static_assert(OPT.WARP_GROUPS == 3)
     gl.warp_specialize(
         [
-            (consume, (out, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume, (out, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume, (out, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume, (out, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume, (out, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
             (produce, (query, key, value, memory, sizes, OPT)),
         ],
-        [4, 4],
-        [OPT.REGISTERS, 24],
+        [4, 4, 4],
+        [160, 160, 24],  # registers of a thread
     )

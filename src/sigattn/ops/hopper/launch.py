@@ -12,6 +12,10 @@ from sigattn.ops.problem import UNLIMITED, VarlenProblem
 from sigattn.ops.triton import kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.kernel_args import Launch
 
+WIDTH = 128  # of the tiles
+WARP_GROUPS = {tuning.FWD: 3, tuning.DKDV: 2, tuning.DQ: 2}  # that compute, with 64 queries or keys each
+_CACHE = 32 << 20  # bytes of K and V, or Q and dO, that the cache of 50 MB holds while they are walked
+
 
 def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     """Return why the kernels do not support a problem, or None."""
@@ -20,13 +24,15 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they require compute capability 9.0"
     if isinstance(p, VarlenProblem) or o.MASK != "none" or o.SLOPES or o.LENGTHS or o.DROPOUT:
         return "they do not support packed sequences, masks, ALiBi, key lengths or dropout"
-    if o.BIAS != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
-        return "they require a number as bias, and no window but the causal one"
+    if p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
+        return "they support no window but the causal one"
+    if o.BIAS != "number" and (prepared.arguments["bias"].row_stride or p.query.dtype is torch.float16):
+        return "they require one bias for each head, and a number in float16"
     if o.SOFTCAP or o.BLOCK_Q or o.NORMALIZE:
         return "they do not support softcap, normalize or a BlockMask"
     is_half = p.query.dtype in (torch.float16, torch.bfloat16)
-    if not is_half or s.d != s.dv or s.d not in tuning.HOPPER_CONFIGS[tuning.FWD]:
-        return "they require 16 bits and heads of 64 or 128 for queries, keys and values"
+    if not is_half or s.d != s.dv or not 64 < s.d <= WIDTH:
+        return "they require 16 bits and heads of 65 to 128 for queries, keys and values"
     if not (s.n and s.m) or p.query_offset < 0:
         return "they do not support problems without queries or keys, or negative query offsets"
     if p.query.dtype is torch.float16 and o.SIGMOID == "fast":
@@ -37,45 +43,71 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
 
 
 def descriptor(t: Tensor, rows: int) -> Any:
-    """Return a TMA descriptor of (B, H, N, D), in tiles of some rows of one head."""
+    """Return a TMA descriptor of (B, H, N, D), in tiles of some rows of one head, WIDTH wide: 0 behind the last."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[-1]], layout)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, WIDTH], layout)
+
+
+def _schedule(prepared: Launch, kernel: str) -> tuple[int, int, int]:
+    """Return the heads of a sample, the programs, and the heads of a section (``common.head_and_tile``)."""
+    p, s = prepared.problem, prepared.shape
+    heads, rows = (s.kv_heads, s.m) if kernel == tuning.DKDV else (s.heads, s.n)
+    row_tiles = -(-rows // (64 * WARP_GROUPS[kernel]))
+    programs = tiles = row_tiles * s.batch * heads
+    is_causal = p.right == 0
+    if not is_causal or s.m <= tuning.HOPPER_CONFIGS[kernel].persistent_keys:
+        programs = min(tiles, multiprocessors(p.query.device))
+    if not is_causal:
+        return heads, programs, 1
+    group = prepared.options.GROUP
+    entries = s.n * group if kernel == tuning.DKDV else s.m / group  # that a head walks, of two tensors
+    section = max(1, int(_CACHE / (entries * s.d * 2 * p.query.element_size())))
+    in_two_turns = max(1, 2 * programs // row_tiles)  # of which the second balances the first
+    if section > in_two_turns:
+        section -= section % in_two_turns
+    return heads, programs, section
 
 
 def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str, Any]:
     """Return arguments that all kernels have.
 
+    A bias of "length" is not possible here: those problems have packed sequences or key lengths.
     In float16, weights and dS are multiplied by powers of two as in triton/activation.py and triton/tile.py.
     """
     from sigattn.ops.hopper.common import HopperOptions, Scales
 
     p, s, o, bias = prepared.problem, prepared.shape, prepared.options, prepared.arguments["bias"]
-    config = tuning.HOPPER_CONFIGS[kernel][s.d]
+    config = tuning.HOPPER_CONFIGS[kernel]
     own_shift = min(bias.shift, 7.0)
     unit = math.ldexp(1.0, -int(bias.shift))
     lower, logit = 2.0 ** (own_shift - bias.shift), logit_scale * 2.0**-own_shift
-    rows, heads = (s.n, s.heads) if kernel in (tuning.FWD, tuning.DQ) else (s.m, s.kv_heads)
-    tiles = -(-rows // 128) * s.batch * heads
+    heads, programs, section = _schedule(prepared, kernel)
     return {
+        "bias": None if o.BIAS == "number" else bias.pointer,
+        "bias_b": prepared.arguments["bias_b"],
+        "bias_h": prepared.arguments["bias_h"],
         "len_q": s.n,
         "len_k": s.m,
         "heads": s.heads,
         "batch_heads": s.batch * heads,
+        "section": section,
         "query_offset": prepared.arguments["query_offset"],
         "scales": Scales(prepared.arguments["scales"].z, bias.value, unit, lower, unit, logit),
         "OPT": HopperOptions(
-            s.d,
+            WIDTH,
             config.block,
             config.stages,
             o.GROUP,
             CAUSAL=p.right == 0,
             SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
             SHIFTED=o.SHIFT != "none",
+            BIAS="number" if o.BIAS == "number" else "tensor",
+            WARP_GROUPS=WARP_GROUPS[kernel],
         ),
-        "programs": min(tiles, multiprocessors(p.query.device)) if config.persistent else tiles,
+        "programs": programs,
     }
 
 
@@ -95,7 +127,7 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:
     """Compute the output, (B, Hq, N, Dv), into ``out``."""
     from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
-    p, block = prepared.problem, tuning.HOPPER_CONFIGS[tuning.FWD][prepared.shape.d].block
+    p, block = prepared.problem, tuning.HOPPER_CONFIGS[tuning.FWD].block
     run(
         prepared,
         hopper_fwd_kernel,
@@ -113,7 +145,7 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
     p = prepared.problem
     loaded_once = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
-    block = tuning.HOPPER_CONFIGS[kernel][prepared.shape.d].block
+    block = tuning.HOPPER_CONFIGS[kernel].block
     described = {name: descriptor(t, 64 if name in loaded_once else block) for name, t in tensors.items()}
     return {**described, **_shared(prepared, kernel, p.scale_value)}
 

@@ -7,11 +7,14 @@ measured ones):
                                   rounding is 5e-4 (float16) and 4e-3 (bfloat16)
     paired     1⅛ MUFU, 6 others  the same: 1/a = b · 1/(ab), one reciprocal for two neighbours, a quarter of them by
                                   the special-function unit, which is not the bottleneck; P is 1e-18 below that
+    paired-rcp 1½ MUFU, 4 others  the same, with all reciprocals by the special-function unit: less work, faster where
+                                  products leave it time, as in the backward pass
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
-    fast       1 MUFU, 2 others   unbounded as P → 0, because the error is absolute; tanh.approx, as in the paper's
+    fast       1 MUFU, 1 other    unbounded as P → 0, because the error is absolute; tanh.approx, as in the paper's
                                   kernel (App. F); NVIDIA only
 
-The argument is z = -log₂e · S, so that scale, bias and the change of base are one multiply-add: P = 1 / (1 + 2^z).
+The argument is z = -log₂e · S, so that scale, bias and the change of base are one multiply-add: P = 1 / (1 + 2^z). For
+"fast" it is S / 2.
 
 With ``SHIFT`` the result is the weight times 2^shift: P · 2^shift = 1 / (unit + 2^(z - shift)) with unit = 2^-shift. In
 float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end.
@@ -27,7 +30,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
-_HALF_LN2 = tl.constexpr(math.log(2) / 2)
+Z_TO_HALF = tl.constexpr(-math.log(2) / 2)  # from z to S / 2
 
 # Triton's interpreter does not run machine code.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -46,6 +49,16 @@ def reciprocal(d):
 
 
 @triton.jit
+def special_reciprocal(d):
+    """Return 1/d, by the special-function unit."""
+    if _INTERPRETED:
+        r = 1.0 / d
+    else:
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+    return r
+
+
+@triton.jit
 def reciprocal_of_some(d):
     """Return 1/d, computed for a quarter of the entries by the special-function unit, which is not the bottleneck.
 
@@ -60,38 +73,32 @@ def reciprocal_of_some(d):
         fours = tl.permute(tl.reshape(d, (ROWS, COLUMNS // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
         x, y = tl.split(fours)
         u, v = tl.split(x)
-        if _INTERPRETED:
-            u = 1.0 / u
-        else:
-            u = tl.inline_asm_elementwise(
-                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
-            )
-        r = tl.join(tl.join(u, reciprocal(v)), reciprocal(y))
+        r = tl.join(tl.join(special_reciprocal(u), reciprocal(v)), reciprocal(y))
         r = tl.reshape(tl.permute(r, (0, 1, 3, 4, 2)), (ROWS, COLUMNS))
     return r
 
 
 @triton.jit
-def fast_sigmoid(z):
-    """Return P by tanh.approx: its error is relative to 1."""
-    half = z * -_HALF_LN2
+def fast_sigmoid(half):
+    """Return P from S / 2 by tanh.approx: its error is relative to 1."""
     tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1)
     return 0.5 + 0.5 * tanh
 
 
 @triton.jit
 def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
-    """Return P, or with SHIFT P · 2^shift; z float32. KIND: "accurate", "paired", "exact" or "fast"."""
+    """Return P, or with SHIFT P · 2^shift; z float32. KIND: a form of the table above; z is S / 2 for "fast"."""
     if KIND == "fast":
         p = fast_sigmoid(z)
         if SHIFT:
             p = p / unit
-    elif KIND == "paired":
+    elif KIND == "paired" or KIND == "paired-rcp":
         # two neighbours, both in one thread, share a reciprocal; the product of two must stay finite
         e = tl.exp2(tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         d = 1.0 + e
-        r = reciprocal_of_some(d * f + d)  # 1 / ((1 + e) (1 + f))
+        product = d * f + d  # (1 + e) (1 + f)
+        r = special_reciprocal(product) if KIND == "paired-rcp" else reciprocal_of_some(product)
         if SHIFT:
             r = r * tl.exp2(shift)
         p = tl.reshape(tl.join(r * f + r, r * d), z.shape)

@@ -58,12 +58,13 @@ class Launch:
     arguments: dict[str, Any]
     options: Options
 
-    def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
-        """Return the tile shape of a kernel, small enough for its options."""
+    def config(self, kernel: str, *, mask_gradient: bool = False, tma: bool = False) -> tuning.Config:
+        """Return the tile shape of a kernel, small enough for its options. tma: whether TMA can load the operands."""
         o, itemsize = self.options, self.problem.query.element_size()
         current, mask = architecture(self.problem.query.device), self.problem.attn_mask
-        config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize)
-        if _fills_registers(o):
+        has_options = _fills_registers(o)
+        config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize, tma and not has_options)
+        if has_options:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
         if mask is None or not current:

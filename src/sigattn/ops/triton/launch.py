@@ -46,7 +46,7 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         settings = kernel_args.compiler_settings(name, config, tiled_options)
         launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
 
-    config = launch.config(name, mask_gradient=options.NEED_MASK != "none")
+    config = launch.config(name, mask_gradient=options.NEED_MASK != "none", tma=tma.is_available(arguments, options))
     if programs(config):
         mask = launch.problem.attn_mask
         kind = (launch.problem.query.device, options, launch.problem.query.dtype, None if mask is None else mask.dtype)
@@ -119,7 +119,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: R
 
 def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
     """Return the module ``ops.hopper.launch`` if its kernel is in use and supports the problem, else None."""
-    if kernel not in tuning.WARP_SPECIALIZED:
+    if kernel not in tuning.HOPPER_CONFIGS:
         return None
     from sigattn.ops.hopper import launch as hopper
 

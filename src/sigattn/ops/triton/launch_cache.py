@@ -101,12 +101,11 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def _settings(query: Tensor) -> tuple[Any, ...]:
     """Return what a pass depends on besides its arguments."""
-    special = tuning.WARP_SPECIALIZED
-    hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(query.shape[-1]) for kernel in special) if special else ()
+    hopper = tuple(tuning.HOPPER_CONFIGS.items())
     precision = None
     if query.dtype is torch.float32:
         precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
-    return tuning.kernel_config, tuning.decode_config, special, hopper, tuning.DIRECT_LAUNCH, precision
+    return tuning.kernel_config, tuning.decode_config, hopper, tuning.DIRECT_LAUNCH, precision
 
 
 def _is_second(key: Hashable) -> bool:

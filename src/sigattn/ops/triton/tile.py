@@ -13,7 +13,7 @@ import os
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid, tanh
+from sigattn.ops.triton.activation import LN2, LOG2E, Z_TO_HALF, sigmoid, tanh
 from sigattn.ops.triton.args import Mask, Sizes, Strides, padded_head_dim
 
 # Triton's interpreter has no products of bfloat16 and truncates where the hardware rounds.
@@ -300,13 +300,17 @@ def weights(
     # not meet its neighbour.
     KEYS_FIRST: tl.constexpr = columns.shape[0] != 1
     KIND: tl.constexpr = OPT.SIGMOID
-    if block_mask is not None and OPT.SIGMOID == "paired":
+    PAIRED: tl.constexpr = KIND == "paired" or KIND == "paired-rcp"
+    PER_NAT: tl.constexpr = 0.5 if KIND == "fast" else -LOG2E  # of what ``sigmoid`` takes: S / 2, or z
+    if KIND == "fast":
+        z_scale, z_bias = z_scale * Z_TO_HALF, z_bias * Z_TO_HALF
+    if block_mask is not None and PAIRED:
         logits = tl.where(block_mask, logits, 0.0)
     i = sizes.query_offset + rows
     z = logits * z_scale + z_bias
     if OPT.SLOPES:
         distance = (i - columns).to(tl.float32)
-        z += tl.where(distance > 0, slopes[0] * distance, -slopes[1] * distance) * LOG2E
+        z += tl.where(distance > 0, -slopes[0] * distance, slopes[1] * distance) * PER_NAT
     if EDGE and KEYS_FIRST:
         i = tl.where(rows < sizes.len_q, i, -(1 << 30) if OPT.HAS_RIGHT else 1 << 30)
     if mask is not None:
@@ -316,10 +320,10 @@ def weights(
         if OPT.MASK == "added":
             entries = entries.to(tl.float32)
             seen = entries != float("-inf")
-            z -= entries * LOG2E
+            z += entries * PER_NAT
         else:
             seen = entries != 0
-    if OPT.SIGMOID == "paired":
+    if PAIRED:
         if mask is not None:
             z = tl.where(seen, z, 0.0)
         if EDGE:

@@ -25,15 +25,22 @@ def supports(t: Tensor) -> bool:
     return t.stride(-1) == 1 and not any(steps) and t.data_ptr() % 16 == 0 and min(t.stride()) >= 1 and t.numel() > 0
 
 
-def describe(arguments: dict[str, Any], options: Options) -> dict[str, Any] | None:
-    """Return descriptors of the tensors that a portable kernel loads tiles of, or None if it must use pointers.
+def is_available(arguments: dict[str, Any], options: Options) -> bool:
+    """Return True if TMA can load the tensors that a portable kernel loads tiles of.
 
     A descriptor does not contain the ends of packed sequences or of a sample's keys.
     """
+    if options.VARLEN or options.LENGTHS:
+        return False
+    return all(supports(arguments[name]) for name in tile_sizes(options) if name in arguments)
+
+
+def describe(arguments: dict[str, Any], options: Options) -> dict[str, Any] | None:
+    """Return descriptors of the tensors that a portable kernel loads tiles of, or None if it must use pointers."""
+    if not is_available(arguments, options):
+        return None
     sizes = tile_sizes(options)
     loaded = {name: arguments[name] for name in sizes if name in arguments}
-    if options.VARLEN or options.LENGTHS or not all(map(supports, loaded.values())):
-        return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return {

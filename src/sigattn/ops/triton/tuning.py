@@ -1,9 +1,9 @@
 """Tile shapes of the kernels, per architecture, head size and dtype. There is no autotuning at run time.
 
 ``benchmarks/gpu.sh`` measures the candidates of ``benchmarks/tile_shapes.py`` on a GPU; its results go into these
-tables by hand. None of them has been measured on a GPU yet: they were chosen from the compiler's reports (``python -m
-benchmarks static``): no spills in the loop over tiles without a mask, tensor cores fed from shared memory, and on
-Hopper the shortest time by the model there.
+tables by hand. Where a table does not say that it was measured (docs/speed.md), its shapes were chosen from the
+compiler's reports (``python -m benchmarks static``): no spills in the loop over tiles without a mask, tensor cores fed
+from shared memory, and on Hopper the shortest time by the model there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Config(NamedTuple):
     Attributes:
         block_m: queries of a tile. block_n: keys of a tile.
         warps: of a program. stages: tiles in flight.
-        sigmoid: form of σ in 16 bits, "accurate" or "paired" (activation.py).
+        sigmoid: form of σ in 16 bits, "accurate", "paired" or "paired-rcp" (activation.py).
         tma: load tiles by TMA if the tensors allow it (tma.py); from Hopper on.
         split_dkdv: compute dK and dV in two launches: five products instead of four, but each has enough registers for
             wide heads.
@@ -44,14 +44,15 @@ class HopperConfig(NamedTuple):
     Attributes:
         block: rows of the tiles that are walked. stages: such tiles in flight.
         sigmoid: as in ``Config``.
-        persistent: launch as many programs as multiprocessors, each with several tiles, so that the first operands of
-            the next tile are loaded while the results of this one are stored.
+        persistent_keys: as many programs as multiprocessors are launched, each for several tiles, so that the first
+            operands of the next tile are loaded while the results of this one are stored. Under a causal mask the GPU
+            balances tiles of different length better than a fixed order: there only for so many keys.
     """
 
     block: int
     stages: int
     sigmoid: str = "paired"
-    persistent: bool = True
+    persistent_keys: int = 0
 
 
 FWD, DKDV, DQ, DECODE = "fwd", "dkdv", "dq", "decode"
@@ -89,6 +90,16 @@ _HOPPER = _table(
     "paired",
 )
 _HOPPER[DKDV, 256] = _HOPPER[DKDV, 256]._replace(split_dkdv=True)
+
+# Measured on an H100 (n = 4,096): plain calls whose operands TMA can load.
+_HOPPER_TMA: dict[tuple[str, int], Config] = {
+    (FWD, 64): parse("64x64/4/2+tma", "paired"),
+    (DKDV, 64): parse("64x64/4/3+tma", "paired-rcp"),
+    (DQ, 64): parse("64x64/4/2+tma", "paired-rcp"),
+    (FWD, 128): parse("128x32/8/3+tma", "paired"),
+    (DKDV, 128): parse("64x64/4/2+tma", "paired"),
+    (DQ, 128): parse("64x64/4/2+tma", "paired"),
+}
 
 # Used instead of a shape of the tables that fills the registers in plain calls, if options need registers of their own
 # (masks, ALiBi, a soft cap, dropout); applied twice with a gradient of the mask.
@@ -149,17 +160,15 @@ DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 # Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
 SHRINK_TILES = True
 
-# The warp-specialised kernels (docs/speed.md), by head size. Those named in WARP_SPECIALIZED are used for the problems
-# that they support: none, until ``benchmarks/gpu.sh`` has shown them to be right and faster.
-HOPPER_CONFIGS: dict[str, dict[int, HopperConfig]] = {
-    FWD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2)},
-    DKDV: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
-    DQ: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
+# The warp-specialised kernels, used for the problems that they support. Measured on an H100 (docs/speed.md).
+HOPPER_CONFIGS: dict[str, HopperConfig] = {
+    FWD: HopperConfig(64, 3, "paired-rcp", persistent_keys=8192),
+    DKDV: HopperConfig(64, 2),
+    DQ: HopperConfig(64, 2),
 }
-WARP_SPECIALIZED: frozenset[str] = frozenset()
 
 
-def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) -> Config:
+def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int, tma: bool = False) -> Config:
     """Return the tile shape of a kernel.
 
     Args:
@@ -167,7 +176,10 @@ def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) 
         architecture: compute capability, 90 for sm_90; 0 for other GPUs than NVIDIA's.
         head_dim: the larger one of D and Dv.
         itemsize: bytes of a number.
+        tma: whether the call is a plain one whose operands TMA can load.
     """
+    if tma and architecture == 90 and itemsize == 2 and (kernel, padded_head_dim(head_dim)) in _HOPPER_TMA:
+        return _HOPPER_TMA[kernel, padded_head_dim(head_dim)]
     tables = {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _AMD}
     table = _FLOAT32 if itemsize == 4 else tables.get(architecture, _SMALL)
     return table[kernel, padded_head_dim(head_dim)]
