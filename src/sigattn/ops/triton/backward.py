@@ -34,7 +34,7 @@ from sigattn.ops.triton.tile import (
     load,
     load_bias,
     load_block_mask,
-    load_row_term,
+    load_row_terms,
     load_rows,
     load_shift,
     load_slopes,
@@ -117,8 +117,8 @@ def bwd_dkdv_kernel(
                 q = load(query_h, q_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.D, phase != 1, OPT)
                 do = load(grad_out_h, o_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.DV, phase != 1, OPT)
                 if OPT.NORMALIZE:
-                    terms = row_term_pointers(row_terms, b, h, q_start, start_m, pitch, heads, OPT)
-                    z_bias = load_row_term(terms[0], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                    pointers = row_term_pointers(row_terms, b, h, q_start, start_m, pitch, heads, OPT)
+                    z_bias, gain, delta = load_row_terms(pointers, start_m, sizes.len_q, BLOCK_M, phase != 1)
                 else:
                     z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
                     if OPT.BIAS == "tensor":
@@ -133,9 +133,7 @@ def bwd_dkdv_kernel(
                     logits, scales.z, z_bias, load_slopes(alibi, b, h, OPT), shift, unit, offs_m[None, :],
                     offs_n[:, None], sizes, own_mask, block_mask, phase != 1, OPT,
                 )  # fmt: skip
-                w = p
-                if OPT.NORMALIZE:
-                    w = p * load_row_term(terms[1], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                w = p * gain if OPT.NORMALIZE else p
                 dropped = w
                 if OPT.DROPOUT:
                     by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
@@ -149,7 +147,7 @@ def bwd_dkdv_kernel(
                     if OPT.DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
                     if OPT.NORMALIZE:
-                        dp -= load_row_term(terms[2], start_m, sizes.len_q, BLOCK_M, phase != 1)
+                        dp -= delta
                     ds = logit_gradient(p, dp, unit, lower, OPT.SHIFT != "none", w)
                     if OPT.SOFTCAP:
                         ds = ds * tanh_slope(logits)
@@ -212,10 +210,10 @@ def bwd_dq_kernel(
         pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
         z_bias, gain = divide_by_sums(pointers, z_bias, offs_m, sizes)
         if row_terms is not None:
-            terms = row_term_pointers(row_terms, b, h, q_start, offs_m, pitch, heads, OPT)
-            tl.store(terms[0], z_bias, mask=offs_m < sizes.len_q)
-            tl.store(terms[1], gain, mask=offs_m < sizes.len_q)
-            tl.store(terms[2], delta, mask=offs_m < sizes.len_q)
+            pointers = row_term_pointers(row_terms, b, h, q_start, offs_m, pitch, heads, OPT)
+            tl.store(pointers, z_bias, mask=offs_m < sizes.len_q)
+            tl.store(pointers + 1, gain, mask=offs_m < sizes.len_q)
+            tl.store(pointers + 2, delta, mask=offs_m < sizes.len_q)
         gain, delta = gain[:, None], (gain * delta)[:, None]
     if OPT.NORMALIZE or OPT.BIAS == "tensor":
         z_bias = z_bias[:, None]

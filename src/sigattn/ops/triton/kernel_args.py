@@ -80,13 +80,13 @@ def _fills_registers(o: Options) -> bool:
 def compiler_settings(kernel: str, config: tuning.Config, options: Options) -> dict[str, int]:
     """Return the settings of Triton's compiler for a portable kernel.
 
-    On Hopper the compiler would give kernels with NORMALIZE so many registers that only one program of 8 warps fits a
-    multiprocessor, where two of a plain call fit. The limit is met without spills in the loops of a plain walk.
+    On Hopper the compiler would give the forward kernel with NORMALIZE so many registers that only one program of 8
+    warps fits a multiprocessor, where two of a plain call fit. The limit is met without spills in the loops.
     """
     settings = {"num_warps": config.warps, "num_stages": config.stages}
     o = options
     fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128
-    is_limited = fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel != tuning.DKDV
+    is_limited = fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD
     return settings | ({"maxnreg": 128} if is_limited else {})
 
 

@@ -18,7 +18,6 @@ from sigattn.ops.triton.forward import fwd_kernel
 from sigattn.ops.triton.kernel_args import Launch, limit_strides, to_float32
 from sigattn.ops.triton.tuning import Config
 
-_PITCH = 16  # rows are numbered in such steps, so that what a tile of them needs is read 16 bytes at a time
 # Tensors whose rows the kernels read or write tile by tile.
 _IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
@@ -102,8 +101,8 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: R
     if result is not None:  # the kernel for dQ writes what that for dK and dV needs of each row
         out = limit_strides(result.out)
         forward_results = {"out": out, "out_strides": s.strides(out), "row_sums": result.row_sums.contiguous()}
-        pitch = triton.cdiv(p.query.shape[0] if s.packed else s.n, _PITCH) * _PITCH
-        terms = result.row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, 3, pitch)
+        pitch = p.query.shape[0] if s.packed else s.n
+        terms = result.row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, pitch, 4)
         launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:

@@ -379,22 +379,28 @@ def row_sum_pointers(row_sums, b, h, q_start, rows, len_q, heads, OPT: tl.conste
 
 @triton.jit
 def row_term_pointers(row_terms, b, h, q_start, rows, pitch, heads, OPT: tl.constexpr):
-    """Return the addresses of the three numbers of rows in (B, Hq, 3, pitch) or packed (Hq, 3, pitch)."""
-    pitch = tl.multiple_of(pitch, 16)
+    """Return the addresses of the first of four numbers of each row: (B, Hq, N, 4) or packed (Hq, T, 4)."""
     head = h if OPT.VARLEN else b * heads + h
-    first = row_terms + head * (3 * pitch) + q_start + rows
-    return first, first + pitch, first + 2 * pitch
+    return row_terms + 4 * (head * pitch + q_start + rows)
 
 
 @triton.jit
-def load_row_term(pointers, start, length, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Return one of the three numbers of rows start … start + ROWS - 1, [1, ROWS]; 0 beyond the last row."""
-    columns = tl.arange(0, ROWS)[None, :]
+def load_row_terms(pointers, start, length, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Return bias, factor of the weights and dO · O of rows start … start + ROWS - 1, each [1, ROWS]; 0 for no row.
+
+    The four numbers of a row, of which the last is not used, are loaded together. Of fewer numbers than threads, Triton
+    would have each thread load what its own weights need, which takes up to five instructions for each weight.
+    """
+    rows = tl.arange(0, ROWS)[:, None, None]
+    numbers = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
     if CHECKED:
-        term = tl.load(pointers + columns, mask=start + columns < length, other=0.0)
+        terms = tl.load(pointers + 4 * rows + numbers, mask=start + rows < length, other=0.0)
     else:
-        term = tl.load(pointers + columns)
-    return term
+        terms = tl.load(pointers + 4 * rows + numbers)
+    first, second = tl.split(terms)  # numbers 0 and 2, 1 and 3
+    z_bias, delta = tl.split(first)
+    gain, _ = tl.split(second)
+    return z_bias[None, :], gain[None, :], delta[None, :]
 
 
 @triton.jit
