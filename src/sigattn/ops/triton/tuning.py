@@ -153,7 +153,7 @@ def supports_direct_launch(version: str) -> bool:
     return tuple(int(number) for number in version.split(".")[:2]) in DIRECT_LAUNCH_VERSIONS
 
 
-# Cached launches of plain calls start their compiled kernels directly (launch_cache.py), not through Triton, which
+# Cached launches start their compiled kernels directly (launch_cache.py), not through Triton, which
 # binds and specialises every argument again (some 30 µs of the CPU's time).
 DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 
