@@ -186,7 +186,7 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
     if options.TMA:
         sizes = tma.tile_sizes(options)
         loaded = {name: f"tensordesc<{element}[1, 1, {rows}, {width}]>" for name, (rows, width) in sizes.items()}
-    pointer = {"none": None, "bool": "*u8", "added": "*fp32"}[options.MASK]
+    pointer = {"none": None, "added": "*fp32"}.get(options.MASK, "*u8")
     bias = "*fp32" if options.BIAS in ("scalar", "tensor") else None
     shift = "*fp32" if options.SHIFT in ("scalar", "tensor") else None
     mask = (number, number, number, 1)

@@ -28,7 +28,10 @@ OPTIONS = {  # their number has no factor in common with those of head dims and 
     "lengths": {"lengths": True},
     "softcap": {"softcap": 5.0, "scale": 0.4},
     "boolean mask": {"mask": ("bool", "full")},
-    "float mask": {"mask": ("float", "broadcast")},
+    "boolean mask of all heads": {"mask": ("bool", "heads")},
+    "boolean mask of keys": {"mask": ("bool", "keys")},
+    "float mask": {"mask": ("float", "heads")},
+    "float mask of keys": {"mask": ("float", "keys")},
     "infinite mask": {"mask": ("-inf", "full"), "bias": -3.0},
     "all": {
         "causal": True, "window": (90, -1), "bias": "rows", "slopes": "all", "lengths": True, "softcap": 20.0,
@@ -51,7 +54,7 @@ def dense_case(number):
         chosen["bias"] = (batch, kv * rep, n, 1)
     if chosen["mask"]:
         kind, shape = chosen["mask"]
-        chosen["mask"] = (kind, (batch, kv * rep, n, m) if shape == "full" else (n, m))
+        chosen["mask"] = kind, {"full": (batch, kv * rep, n, m), "heads": (n, m), "keys": (batch, 1, 1, m)}[shape]
     return Case(
         shape=(batch, kv, rep, n, m, d, draw.choice([d, d, d, draw.choice(HEAD_DIMS)])),
         dtype=DTYPES[number % len(DTYPES)],

@@ -99,7 +99,10 @@ class Options(NamedTuple):
         GROUP: query heads that share a key head.
         BIAS: "number", "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys,
             less a constant).
-        MASK: "none", "bool" or "added".
+        MASK: "none", "bool", "added", or "keys": a bool mask that is the same for all queries and heads. Without TMA,
+            keys and values that it hides are loaded as zeros; key lengths are those up to the last that it does not.
+        MASK_ORDER: axes of the mask in the order of memory: "queries, keys", "keys, queries", or "keys" if all queries
+            have the same entries.
         SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
         SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee" or "tf32".
         SLOPES, DROPOUT, SOFTCAP, NORMALIZE: True if the call has them.
@@ -121,6 +124,7 @@ class Options(NamedTuple):
     GROUP: int = 1
     BIAS: str = "number"
     MASK: str = "none"
+    MASK_ORDER: str = "queries, keys"
     SHIFT: str = "none"
     SIGMOID: str = "accurate"
     PRECISION: str = "ieee"

@@ -47,6 +47,7 @@ from sigattn.ops.triton.tile import (
     store,
     tile_bounds,
     tile_width,
+    visible_keys,
     weights,
     zero_accumulator,
 )
@@ -153,6 +154,9 @@ def bwd_dkdv_kernel(
                         ds = ds * tanh_slope(logits)
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
                     acc_k = dot(cast(ds, q.dtype), q, acc_k, OPT)
+    if OPT.MASK == "keys":
+        visible = visible_keys(mask_of_head(mask, b, 0), offs_n, sizes.len_k)[:, None]
+        acc_k, acc_v = tl.where(visible, acc_k, 0.0), tl.where(visible, acc_v, 0.0)
     if grad_key is not None:
         gk_strides = aligned(gk_strides, OPT)
         grad_key += b * gk_strides.b + h_kv * gk_strides.h + k_start * gk_strides.n
@@ -232,9 +236,12 @@ def bwd_dq_kernel(
         for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
             state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
             if not OPT.BLOCK_Q or state != 0:
-                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
-                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
                 offs_n = start_n + tl.arange(0, BLOCK_N)
+                visible = None
+                if OPT.MASK == "keys" and not OPT.TMA:
+                    visible = visible_keys(mask, offs_n, sizes.len_k)
+                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT, visible)
+                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT, visible)
                 # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
                 logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
                 block_mask = None

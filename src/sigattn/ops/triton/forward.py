@@ -36,6 +36,7 @@ from sigattn.ops.triton.tile import (
     store,
     tile_bounds,
     tile_width,
+    visible_keys,
     weights,
     zero_accumulator,
 )
@@ -60,9 +61,12 @@ def walk_keys(
         for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], BLOCK_N):
             state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
             if not OPT.BLOCK_Q or state != 0:
-                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
-                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
                 offs_n = start_n + tl.arange(0, BLOCK_N)
+                visible = None
+                if OPT.MASK == "keys" and not OPT.TMA:
+                    visible = visible_keys(mask, offs_n, sizes.len_k)
+                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT, visible)
+                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT, visible)
                 # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
                 logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
                 block_mask = None

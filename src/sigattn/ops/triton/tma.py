@@ -28,9 +28,9 @@ def supports(t: Tensor) -> bool:
 def is_available(arguments: dict[str, Any], options: Options) -> bool:
     """Return True if TMA can load the tensors that a portable kernel loads tiles of.
 
-    A descriptor does not contain the ends of packed sequences or of a sample's keys.
+    A descriptor does not contain the ends of packed sequences or of a sample's keys. A mask of keys hides those beyond.
     """
-    if options.VARLEN or options.LENGTHS:
+    if options.VARLEN or (options.LENGTHS and options.MASK != "keys"):
         return False
     return all(supports(arguments[name]) for name in tile_sizes(options) if name in arguments)
 
