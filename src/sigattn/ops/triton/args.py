@@ -104,7 +104,7 @@ class Options(NamedTuple):
         MASK_ORDER: axes of the mask in the order of memory: "queries, keys", "keys, queries", or "keys" if all queries
             have the same entries.
         SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
-        SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee" or "tf32".
+        SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee", "tf32" or "tf32x3".
         SLOPES, DROPOUT, SOFTCAP, NORMALIZE: True if the call has them.
         LENGTHS, VARLEN: True if samples have key lengths; if sequences are packed (aligned at their ends).
         HAS_LEFT, HAS_RIGHT: sides of the window that have a limit.

@@ -36,6 +36,7 @@ class Operands(NamedTuple):
         itemsize: bytes of one of their numbers.
         mask: bytes of an entry of attn_mask, 0 without one.
         mask_gradient: True if the mask's gradient is computed.
+        are_split: True if numbers are split in two for products in TF32.
     """
 
     d: int
@@ -43,6 +44,7 @@ class Operands(NamedTuple):
     itemsize: int
     mask: int
     mask_gradient: bool
+    are_split: bool = False
 
 
 def shared_memory_limit(architecture: int) -> int:
@@ -52,7 +54,7 @@ def shared_memory_limit(architecture: int) -> int:
 
 def shared_memory(kernel: str, config: Config, operands: Operands, architecture: int) -> int:
     """Return an upper bound on the bytes of shared memory of a kernel on an NVIDIA GPU."""
-    d, dv, itemsize, mask, mask_gradient = operands
+    d, dv, itemsize, mask, mask_gradient, are_split = operands
     m, n = config.block_m, config.block_n
     resident, streamed = {
         tuning.FWD: (m * d, n * (d + dv)),
@@ -62,6 +64,7 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
     }[kernel]
     # wgmma and tcgen05 read a tile while the next ones arrive; before Hopper it has been copied to registers by then.
     buffers = config.stages if architecture in (90, 100, 103) else max(config.stages - 1, 1)
+    buffers += 2 * are_split
     # Masks in flight and P on its way to a product, or one tile of float32 that changes its layout.
     per_score = max((config.stages - 1) * mask + itemsize, 4) + 4 * mask_gradient
     return itemsize * (resident + buffers * streamed) + m * n * per_score + _RESERVED

@@ -68,7 +68,8 @@ class Launch:
             masked = tuning.HOPPER_MASKED.get((o.MASK, kernel, padded_head_dim(max(o.D, o.DV))))
             if masked is not None and (tma or not masked.tma):
                 return masked
-        config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize, tma and not has_options)
+        is_plain = tma and not has_options
+        config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize, is_plain, o.PRECISION)
         if has_options:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
@@ -90,15 +91,15 @@ def compiler_settings(kernel: str, config: tuning.Config, options: Options) -> d
     """
     settings = {"num_warps": config.warps, "num_stages": config.stages}
     o = options
-    fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128
+    fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128 and o.PRECISION == "ieee"
     is_limited = fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD
     return settings | ({"maxnreg": 128} if is_limited else {})
 
 
 def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
     """Return the sizes that decide how much shared memory a kernel takes."""
-    widths = padded_head_dim(o.D), padded_head_dim(o.DV)
-    return fitting.Operands(*widths, itemsize, 0 if mask is None else mask.element_size(), mask_gradient)
+    widths, mask_size = (padded_head_dim(o.D), padded_head_dim(o.DV)), 0 if mask is None else mask.element_size()
+    return fitting.Operands(*widths, itemsize, mask_size, mask_gradient, o.PRECISION == "tf32x3")
 
 
 @functools.cache
@@ -155,6 +156,8 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
             lengths = (visible * torch.arange(1, shape.m + 1, device=visible.device)).amax(-1)
             arguments["sequences"] = Sequences(lengths, None, None)
             options = options._replace(MASK="keys", LENGTHS=True)
+    if options.PRECISION == "ieee" and architecture(p.query.device) == 90 and p.query.dtype is torch.float32:
+        options = options._replace(PRECISION="tf32x3" if max(shape.d, shape.dv) <= 128 else "ieee")
     if blocks is not None:
         table = blocks.table.contiguous()
         tiles = blocks.tiles.contiguous().view(torch.uint8)
