@@ -253,10 +253,12 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
     changing = ("kernel_config", "HOPPER_CONFIGS", "SHRINK_TILES")
     before = {name: getattr(tuning, name) for name in changing}
 
-    def kernel_config(kernel: str, *given: Any) -> tuning.Config:
+    def kernel_config(
+        kernel: str, architecture: int, head_dim: int, itemsize: int, tma: bool = False, precision: str = "ieee"
+    ) -> tuning.Config:
         if kernel == changed and isinstance(candidate, tuning.Config):
             return candidate
-        config: tuning.Config = before["kernel_config"](kernel, *given)
+        config: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize, tma, precision)
         return config
 
     special = {changed: candidate} if isinstance(candidate, tuning.HopperConfig) else {}

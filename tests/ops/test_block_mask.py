@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 
 from sigattn import attention_statistics, sigmoid_attention
 from sigattn.flash import flash_attn_func, flash_attn_varlen_func
@@ -176,6 +176,41 @@ def test_lists_of_blocks_without_a_function():
     dense[:16, 16:32] = dense[16:, :16] = dense[16:, 32:] = True
     q, k, v = operands(30, 40, kv=4).values()
     torch.testing.assert_close(sigmoid_attention(q, k, v, block), sigmoid_attention(q, k, v, dense))
+
+
+class Limits:
+    end = 40
+
+
+def test_a_mask_is_converted_once():
+    """Again if its lists or something that mask_mod refers to changed, or if that cannot be known."""
+    ends = torch.tensor([40, 64])
+
+    def from_tensor(b, h, i, j):
+        return j < ends[b]
+
+    def from_class(b, h, i, j):
+        return j < Limits.end
+
+    def resolved(block):
+        q = torch.empty(2, 1, 64, 8)
+        return block_mask.resolve(block, q, q, q).tiles
+
+    block = create_block_mask(and_masks(from_tensor, causal), 2, None, 64, 64, device="cpu", BLOCK_SIZE=32)
+    with torch.inference_mode():
+        assert resolved(block).is_inference()
+    first = resolved(block)
+    assert not first.is_inference()  # autograd must be able to save it
+    assert resolved(block) is first
+    ends -= 1
+    second = resolved(block)
+    assert second is not first
+    assert second.sum() < first.sum()
+    block.kv_num_blocks.zero_()
+    assert len(resolved(block)) == 2
+    block = create_block_mask(from_class, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
+    first, Limits.end = resolved(block), 39
+    assert resolved(block).sum() < first.sum()
 
 
 def test_memory_is_that_of_the_blocks_seen_in_part():

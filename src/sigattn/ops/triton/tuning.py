@@ -102,8 +102,8 @@ _HOPPER_TMA: dict[tuple[str, int], Config] = {
 }
 
 # 16-bit dtypes on Hopper with attn_mask, without its gradient; by kind of mask (``args.Options``). Measured on an H100,
-# 2026-11-27, n = 4,096, but the form of σ: two programs of a multiprocessor overlap σ with products, and "paired-rcp" has
-# 2 to 4 instructions a score less than "paired" in these kernels.
+# 2026-11-27, n = 4,096, except the form of σ: two programs of a multiprocessor overlap σ with products, and in these
+# kernels "paired-rcp" has 1 to 4 instructions a score less than "paired".
 _TILE_MASKED: dict[tuple[str, int], Config] = {
     (FWD, 64): parse("64x128/4/2+tma", "paired-rcp"),
     **{(kernel, 64): parse("64x64/4/2+tma", "paired-rcp") for kernel in (DKDV, DQ)},
