@@ -9,6 +9,7 @@ import os
 import random
 
 import pytest
+import torch
 
 from benchmarks import machine_code
 from tests.ops import calls, standin_driver
@@ -52,7 +53,10 @@ def test_what_is_launched_compiles_and_fits(architecture, call):
 
 def most_spilled(call):
     """Return the allowed spills of loops: a few addresses at the edges of heads of 256, more with options."""
-    wide = max(call.d, call.dv or 0) > 128
+    width = max(call.d, call.dv or 0)
+    if call.dtype is torch.float32 and width > 64:  # numbers split in two: in the loop over the last tile, at most
+        return 60
+    wide = width > 128
     if set(call.options) <= {"causal"}:
         return 5 if wide else 0
     return 96 if wide else 8

@@ -80,7 +80,8 @@ class Launch:
 
 def _fills_registers(o: Options) -> bool:
     """Return True if options need registers of their own in the loops of the kernels."""
-    return o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP or o.DROPOUT
+    are_split = o.PRECISION == "tf32x3"
+    return o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP or o.DROPOUT or (o.NORMALIZE and are_split)
 
 
 def compiler_settings(kernel: str, config: tuning.Config, options: Options) -> dict[str, int]:
