@@ -82,10 +82,10 @@ def _signature(
             rows = ROWS if name in _OWN[kernel] else config.block
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {WIDTH}],{layout!r}>"
-        elif name == "bias":
+        elif name in ("bias", "row_sums", "row_terms"):
             signature[name], constants[(at,)] = "constexpr", None
         else:
-            signature[name] = Scales(*["fp32"] * 6) if name == "scales" else "i32"  # type: ignore[arg-type]
+            signature[name] = Scales(*["fp32"] * 7) if name == "scales" else "i32"  # type: ignore[arg-type]
     return signature, constants
 
 

@@ -56,7 +56,7 @@ def _binary(name: str) -> Callable[..., Any]:
     return operator
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "le", "lt", "ge", "truediv"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "le", "lt", "ge", "eq", "truediv"):
     setattr(Value, f"__{_name}__", _binary(f"__{_name}__"))
 
 
@@ -86,11 +86,20 @@ class Pointer:
     def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
         self.tensor, self.offset = tensor, offset
 
-    def __add__(self, step: int) -> Pointer:
-        return Pointer(self.tensor, self.offset + step)
+    def __add__(self, step: int | Value) -> Pointer:
+        return Pointer(self.tensor, self.offset + _raw(step))
 
-    def load(self) -> Value:
-        return Value(torch.as_strided(self.tensor, (), (), self.tensor.storage_offset() + self.offset))
+    def load(self, mask: Value | None = None, other: float = 0.0) -> Value:
+        at, memory = torch.as_tensor(self.offset), self._memory()
+        inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data
+        return Value(torch.where(inside, memory[torch.where(inside, at, 0)], other).to(memory.dtype))
+
+    def store(self, value: Value, mask: Value) -> None:
+        self._memory()[self.offset[mask.data]] = value.data[mask.data]
+
+    def _memory(self) -> torch.Tensor:
+        size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size() - self.tensor.storage_offset()
+        return self.tensor.as_strided((size,), (1,))
 
 
 class Barrier:
@@ -358,7 +367,9 @@ class Simulator:
             maximum=max,
             static_range=range,
             static_assert=lambda condition: None,
-            load=lambda pointer: pointer.load(),
+            load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
+            store=lambda pointer, value, mask: pointer.store(value, mask),
+            sum=lambda x, axis: Value(_raw(x).sum(axis)),
             exp2=unary(torch.exp2),
             zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
             arange=lambda start, stop, layout: Value(torch.arange(start, stop)),

@@ -62,6 +62,7 @@ def problem_of(n, keys, causal, dtype, d=72, heads=2, key_heads=1):
 
 def formula(p, dtype):
     options = {"causal": p.right == 0, "bias": p.bias, "offset": p.query_offset, "dtype": dtype}
+    options |= {"normalize": p.normalize}
     return truth.formula(p.query, p.key, p.value, **options)
 
 
@@ -154,6 +155,24 @@ def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cach
         found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
     ):
         assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "causal"), [((200, 330), True), ((200, 330), False), ((130, 130), True), ((70, 5), False)])
+def test_normalize(simulated, dtype, size, causal):
+    """Also in rows whose sum underflows, in the head whose bias is -90 (or -90 in all of them, in float16)."""
+    p, grad = problem_of(*size, causal, dtype)
+    for bias in (p.bias, torch.tensor([-5.0, -90.0]).view(1, 2, 1, 1) if dtype is torch.bfloat16 else torch.tensor(-90.0)):
+        p = p._replace(normalize=True, bias=bias)
+        for simulated.order in ORDERS:
+            result = launch.forward(p)
+            exact, rough = formula(p, torch.float64), formula(p, dtype)
+            assert_as_good_as_formula(result.out, exact, rough, 1.0)
+            found = launch.backward(p, grad, NeedsGrad(True, True, True), *result)
+            pairs = zip(found[:3], gradients(p, grad, torch.float64), gradients(p, grad, dtype), strict=True)
+            for mine, t, r in pairs:
+                assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
     assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 

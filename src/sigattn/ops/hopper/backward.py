@@ -29,6 +29,7 @@ from sigattn.ops.hopper.common import (
     barriers,
     key_tile,
     load_bias,
+    load_row_terms,
     logit_gradient,
     num_turns,
     query_tile,
@@ -112,7 +113,9 @@ def produce_queries(query, key, value, grad_out, memory, sizes, OPT: gl.constexp
 
 
 @gluon.jit
-def consume_queries(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+def consume_queries(
+    grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr,
+):  # fmt: skip
     """Compute dK and dV of one group's 64 keys, turn after turn."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
@@ -138,17 +141,29 @@ def consume_queries(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROU
             # both [ROWS, D] @ [D, BLOCK] -> [ROWS, BLOCK], (keys, queries)
             logits = warpgroup_mma(k, transposed(memory.first, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, transposed(memory.second, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
-            logits = warpgroup_mma_wait(1, deps=[logits])
             tile = step % gl.maximum(tiles, 1)
-            i = sizes.query_offset + first_query + tile * BLOCK + offs_m
-            z_bias = load_bias(bias, scales, b, h_kv * OPT.GROUP + step // gl.maximum(tiles, 1), OPT)
+            h = h_kv * OPT.GROUP + step // gl.maximum(tiles, 1)
+            rows = first_query + tile * BLOCK + offs_m
+            i = sizes.query_offset + rows
+            if OPT.NORMALIZE:
+                z_bias, gain, delta = load_row_terms(row_terms, pitch, b * sizes.heads + h, rows, sizes.len_q)
+                z_bias = z_bias[None, :]
+            else:
+                z_bias = load_bias(bias, scales, b, h, OPT)
+            logits = warpgroup_mma_wait(1, deps=[logits])
             # rows are keys and columns queries here; so -j and -i are compared
             p = weights(logits, scales, z_bias, -j, -i, tile < edges, OPT)
-            operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
+            if OPT.NORMALIZE:
+                w = p * gain[None, :]
+            else:
+                w = p
+            operand = gl.convert_layout(w.to(grad_value.dtype), operand_layout)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
             dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
+            if OPT.NORMALIZE:
+                dp = dp - delta[None, :]
+            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED, w)
             operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
             dk = warpgroup_mma(operand_ds, memory.first.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
             acc_v, acc_k = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -166,7 +181,7 @@ def consume_queries(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROU
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_key, grad_value, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
+    query, key, value, grad_out, grad_key, grad_value, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
     query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of tiles of 128 keys; common.py describes the arguments."""
@@ -176,8 +191,8 @@ def hopper_bwd_dkdv_kernel(
     bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume_queries, (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume_queries, (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
             (produce_queries, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],
@@ -196,7 +211,9 @@ def produce_keys(query, key, value, grad_out, memory, sizes, OPT: gl.constexpr):
 
 
 @gluon.jit
-def consume_keys(grad_query, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+def consume_keys(
+    grad_query, row_terms, pitch, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr,
+):  # fmt: skip
     """Compute dQ of one group's 64 queries, turn after turn."""
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
@@ -211,9 +228,14 @@ def consume_keys(grad_query, bias, memory, sizes, scales, WARP_GROUP: gl.constex
     count = 0  # tiles so far
     for turn in range(sizes.turns):
         b, h, start_m, tiles, full_tiles = query_tile(turn, sizes, OPT)
-        z_bias = load_bias(bias, scales, b, h, OPT)
         start = start_m + WARP_GROUP * ROWS
-        i = sizes.query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+        rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+        i = sizes.query_offset + rows
+        if OPT.NORMALIZE:
+            z_bias, gain, delta = load_row_terms(row_terms, pitch, b * sizes.heads + h, rows, sizes.len_q)
+            z_bias = z_bias[:, None]
+        else:
+            z_bias = load_bias(bias, scales, b, h, OPT)
         acc = gl.zeros([ROWS, D], gl.float32, out_layout)
         mbarrier.wait(memory.own_full.index(WARP_GROUP), turn & 1)
         for tile in range(tiles):
@@ -225,6 +247,8 @@ def consume_keys(grad_query, bias, memory, sizes, scales, WARP_GROUP: gl.constex
             logits = warpgroup_mma_wait(1, deps=[logits])
             p = weights(logits, scales, z_bias, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
             dp = warpgroup_mma_wait(0, deps=[dp])
+            if OPT.NORMALIZE:
+                dp = (dp - delta[:, None]) * gain[:, None]
             # keys beyond the last have v = 0, and so no gradient
             ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
             operand = gl.convert_layout(ds.to(grad_query.dtype), operand_layout)
@@ -242,7 +266,7 @@ def consume_keys(grad_query, bias, memory, sizes, scales, WARP_GROUP: gl.constex
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dq_kernel(
-    query, key, value, grad_out, grad_query, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
+    query, key, value, grad_out, grad_query, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
     query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dQ of tiles of 128 queries; common.py describes the arguments."""
@@ -252,8 +276,8 @@ def hopper_bwd_dq_kernel(
     bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (consume_keys, (grad_query, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume_keys, (grad_query, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume_keys, (grad_query, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume_keys, (grad_query, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
             (produce_keys, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],

@@ -45,7 +45,7 @@ class Scales(NamedTuple):
     """Factors and terms, as in the portable kernels (triton/args.py, triton/activation.py).
 
     z = z · Q Kᵀ + bias; ``unit`` is 2^-shift of float16 weights, ``lower`` takes dS from their power of two to its own;
-    ``out`` is a factor of O and dV, ``logit`` of dQ and dK.
+    ``out`` is a factor of O and dV, ``logit`` of dQ and dK; ``lift`` is the logarithm of the factor of weights.
     """
 
     z: float
@@ -54,12 +54,13 @@ class Scales(NamedTuple):
     lower: float
     out: float
     logit: float
+    lift: float = 0.0
 
 
 class HopperOptions(NamedTuple):
     """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
 
-    D: width of a tile, at least the head size. BIAS: "number", or "tensor" with a bias for each head. ROWS: queries or
+    D: width of a tile, at least the head size. NORMALIZE: weights are divided by their row's sum. BIAS: "number", or "tensor" with a bias for each head. ROWS: queries or
     keys of a group.
     """
 
@@ -70,6 +71,7 @@ class HopperOptions(NamedTuple):
     CAUSAL: bool = False
     SIGMOID: str = "paired"
     SHIFTED: bool = False
+    NORMALIZE: bool = False
     BIAS: str = "number"
     WARP_GROUPS: int = 2
     ROWS: int = 64
@@ -134,6 +136,16 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
     if edge:
         p = gl.where(j[None, :] <= i[:, None], p, 0.0)
     return p
+
+
+@gluon.jit
+def load_row_terms(row_terms, pitch, head, rows, len_q):
+    """Return bias, gain and dO · O of rows of a head, as the portable kernel for dQ wrote them; 0 beyond the last."""
+    pointers = row_terms + head * 3 * pitch + rows
+    z_bias = gl.load(pointers, mask=rows < len_q, other=0.0)
+    gain = gl.load(pointers + pitch, mask=rows < len_q, other=0.0)
+    delta = gl.load(pointers + 2 * pitch, mask=rows < len_q, other=0.0)
+    return z_bias, gain, delta
 
 
 @gluon.jit

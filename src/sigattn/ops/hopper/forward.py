@@ -95,7 +95,20 @@ def pass_baton(memory, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
 
 
 @gluon.jit
-def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
+def last_keys(i, sizes, OPT: gl.constexpr):
+    """Return the last key that each query may see, given their positions."""
+    if OPT.NORMALIZE:
+        if OPT.CAUSAL:
+            last = gl.minimum(i, sizes.len_k - 1)
+        else:
+            last = i * 0 + (sizes.len_k - 1)
+    else:
+        last = i
+    return last
+
+
+@gluon.jit
+def consume(out, row_sums, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
     """Compute the output of one group's 64 queries, turn after turn.
 
     Steps are counted through all turns: a step issues S of one tile, and P V of the one before.
@@ -115,7 +128,11 @@ def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.
         b, h, start_m, tiles, full_tiles = query_tile(turn, sizes, OPT)
         start = start_m + WARP_GROUP * ROWS
         z_bias = load_bias(bias, scales, b, h, OPT)
-        i = sizes.query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
+        rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
+        i = last_keys(sizes.query_offset + rows, sizes, OPT)
+        if OPT.NORMALIZE:  # keys beyond the last would count in the sum
+            full_tiles = gl.minimum(full_tiles, sizes.len_k // BLOCK)
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, logits_layout))
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))  # [ROWS, D]
 
         mbarrier.wait(memory.q_full.index(WARP_GROUP), turn & 1)
@@ -128,6 +145,8 @@ def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(memory.k_empty.index(slot))
         p = weights(logits, scales, z_bias, i, offs_n, full_tiles < 1, OPT)
+        if OPT.NORMALIZE:
+            total += gl.sum(p, 1)
         operand = gl.convert_layout(p.to(out.dtype), weights_layout)
         for tile in range(1, tiles):
             k_slot = (count + tile) % OPT.STAGES
@@ -143,6 +162,8 @@ def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.
             logits = warpgroup_mma_wait(1, deps=[logits])
             mbarrier.arrive(memory.k_empty.index(k_slot))
             p = weights(logits, scales, z_bias, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
+            if OPT.NORMALIZE:
+                total += gl.sum(p, 1)
             next_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
             acc = warpgroup_mma_wait(0, deps=[acc])
             acc = warpgroup_mma_init(acc)
@@ -155,6 +176,12 @@ def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.
         acc = warpgroup_mma(operand, memory.v_ring.index(v_slot).reshape([BLOCK, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(memory.v_empty.index(v_slot))
+        if OPT.NORMALIZE:
+            pointers = row_sums + 2 * ((b * sizes.heads + h) * sizes.len_q + rows)
+            gl.store(pointers, total, mask=rows < sizes.len_q)
+            gl.store(pointers + 1, total * 0.0 + scales.lift, mask=rows < sizes.len_q)
+            total = gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, out_layout))
+            acc = acc / total[:, None]
         tma.store_wait(0)  # the store of the last turn has read its slot
         output.reshape([ROWS, D]).store((acc * scales.out).to(out.dtype))
         fence_async_shared()
@@ -164,10 +191,13 @@ def consume(out, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_fwd_kernel(
-    query, key, value, out, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section, query_offset, scales,
-    OPT: gl.constexpr,
+    query, key, value, out, row_sums, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section, query_offset,
+    scales, OPT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of tiles of 192 queries; common.py describes the arguments."""
+    """Compute the output of tiles of 192 queries; common.py describes the arguments.
+
+    row_sums: with NORMALIZE where to write the sum of each row, as the portable kernel does, else None.
+    """
     D: gl.constexpr = OPT.D
     BLOCK: gl.constexpr = OPT.BLOCK
     STAGES: gl.constexpr = OPT.STAGES
@@ -193,9 +223,9 @@ def hopper_fwd_kernel(
     gl.static_assert(OPT.WARP_GROUPS == 3)
     gl.warp_specialize(
         [
-            (consume, (out, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume, (out, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
-            (consume, (out, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
+            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
             (produce, (query, key, value, memory, sizes, OPT)),
         ],
         [4, 4, 4],

@@ -28,8 +28,8 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they support no window but the causal one"
     if o.BIAS != "number" and (prepared.arguments["bias"].row_stride or p.query.dtype is torch.float16):
         return "they require one bias for each head, and a number in float16"
-    if o.SOFTCAP or o.BLOCK_Q or o.NORMALIZE:
-        return "they do not support softcap, normalize or a BlockMask"
+    if o.SOFTCAP or o.BLOCK_Q:
+        return "they do not support softcap or a BlockMask"
     is_half = p.query.dtype in (torch.float16, torch.bfloat16)
     if not is_half or s.d != s.dv or not 64 < s.d <= WIDTH:
         return "they require 16 bits and heads of 65 to 128 for queries, keys and values"
@@ -84,6 +84,7 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
     own_shift = min(bias.shift, 7.0)
     unit = math.ldexp(1.0, -int(bias.shift))
     lower, logit = 2.0 ** (own_shift - bias.shift), logit_scale * 2.0**-own_shift
+    out = 1.0 if o.NORMALIZE and kernel == tuning.FWD else unit
     heads, programs, section = _schedule(prepared, kernel)
     return {
         "bias": None if o.BIAS == "number" else bias.pointer,
@@ -95,7 +96,7 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
         "batch_heads": s.batch * heads,
         "section": section,
         "query_offset": prepared.arguments["query_offset"],
-        "scales": Scales(prepared.arguments["scales"].z, bias.value, unit, lower, unit, logit),
+        "scales": Scales(prepared.arguments["scales"].z, bias.value, unit, lower, out, logit, bias.shift * math.log(2)),
         "OPT": HopperOptions(
             WIDTH,
             config.block,
@@ -104,6 +105,7 @@ def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str
             CAUSAL=p.right == 0,
             SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
             SHIFTED=o.SHIFT != "none",
+            NORMALIZE=o.NORMALIZE,
             BIAS="number" if o.BIAS == "number" else "tensor",
             WARP_GROUPS=WARP_GROUPS[kernel],
         ),
@@ -123,8 +125,8 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
-def forward(prepared: Launch, out: Tensor) -> Tensor:
-    """Compute the output, (B, Hq, N, Dv), into ``out``."""
+def forward(prepared: Launch, out: Tensor, row_sums: Tensor | None) -> None:
+    """Compute the output, (B, Hq, N, Dv), into ``out``, and with ``normalize`` the sums of the rows."""
     from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
     p, block = prepared.problem, tuning.HOPPER_CONFIGS[tuning.FWD].block
@@ -135,9 +137,9 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:
         key=descriptor(p.key, block),
         value=descriptor(p.value, block),
         out=descriptor(out, 64),
+        row_sums=row_sums,
         **_shared(prepared, tuning.FWD),
     )
-    return out
 
 
 def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
@@ -147,7 +149,8 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
     block = tuning.HOPPER_CONFIGS[kernel].block
     described = {name: descriptor(t, 64 if name in loaded_once else block) for name, t in tensors.items()}
-    return {**described, **_shared(prepared, kernel, p.scale_value)}
+    terms = {name: prepared.arguments[name] for name in ("row_terms", "pitch")}
+    return {**described, **terms, **_shared(prepared, kernel, p.scale_value)}
 
 
 def dkdv(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,7 @@ class Options(NamedTuple):
         SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
         SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee", "tf32" or "tf32x3".
         SLOPES, DROPOUT, SOFTCAP, NORMALIZE: True if the call has them.
+        REPAIR: compute only rows whose sum underflowed in another forward kernel, with NORMALIZE.
         LENGTHS, VARLEN: True if samples have key lengths; if sequences are packed (aligned at their ends).
         HAS_LEFT, HAS_RIGHT: sides of the window that have a limit.
         BLOCK_Q, BLOCK_K: queries and keys of a block of a ``BlockMask``; 0 without one.
@@ -132,6 +133,7 @@ class Options(NamedTuple):
     DROPOUT: bool = False
     SOFTCAP: bool = False
     NORMALIZE: bool = False
+    REPAIR: bool = False
     LENGTHS: bool = False
     VARLEN: bool = False
     HAS_LEFT: bool = False

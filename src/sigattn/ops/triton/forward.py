@@ -92,6 +92,17 @@ def walk_keys(
     return acc, tl.sum(sums, 1), lift
 
 
+@triton.jit
+def any_underflows(total, rows, bounds, sizes, OPT: tl.constexpr):
+    """Return True if the sum of a row that sees keys is so small that its weights have lost bits."""
+    # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
+    least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
+    is_small = (total < least) & (rows < sizes.len_q)
+    if OPT.SIGMOID != "exact":
+        is_small &= total > 0.0  # which is 0 only if the row sees no key
+    return tl.max(is_small.to(tl.int32), 0) > 0
+
+
 @triton.jit(
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
@@ -102,7 +113,8 @@ def fwd_kernel(
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head of the output; args.py describes the arguments.
 
-    row_sums: with NORMALIZE float32, the sum of each row's weights times a factor, and the factor's logarithm.
+    row_sums: with NORMALIZE float32, the sum of each row's weights times a factor, and the factor's logarithm. With
+    REPAIR another kernel has written both results, and only tiles in which a sum underflows are computed again.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     q_strides = aligned(q_strides, OPT)
@@ -137,21 +149,21 @@ def fwd_kernel(
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
+    if OPT.REPAIR:
+        pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        if not any_underflows(tl.load(pointers, mask=offs_m < sizes.len_q, other=0.0), offs_m, bounds, sizes, OPT):
+            return
     acc, total, lift = walk_keys(
         q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift,
-        unit, by_row, seed, threshold, sizes, scales, False, OPT,
+        unit, by_row, seed, threshold, sizes, scales, OPT.REPAIR, OPT,
     )  # fmt: skip
     if OPT.NORMALIZE:
-        # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
-        least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
-        is_small = (total < least) & (offs_m < sizes.len_q)
-        if OPT.SIGMOID != "exact":
-            is_small &= total > 0.0  # which is 0 only if the row sees no key
-        if tl.max(is_small.to(tl.int32), 0) > 0:
-            acc, total, lift = walk_keys(
-                q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes,
-                shift, unit, by_row, seed, threshold, sizes, scales, True, OPT,
-            )  # fmt: skip
+        if not OPT.REPAIR:
+            if any_underflows(total, offs_m, bounds, sizes, OPT):
+                acc, total, lift = walk_keys(
+                    q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias,
+                    slopes, shift, unit, by_row, seed, threshold, sizes, scales, True, OPT,
+                )  # fmt: skip
         is_empty = total == 0.0
         acc = acc / tl.where(is_empty, 1.0, total)[:, None]
         unit = 1.0

@@ -73,7 +73,9 @@ def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
     if not out.numel():
         return out
     if (hopper := _hopper(launch, tuning.FWD)) is not None:
-        return hopper.forward(launch, out)
+        hopper.forward(launch, out, row_sums)
+        if not p.normalize:
+            return out
     _run(
         fwd_kernel,
         launch,
@@ -82,6 +84,7 @@ def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
         out=out,
         row_sums=row_sums,
         o_strides=s.strides(out),
+        REPAIR=hopper is not None,
     )
     return out
 
@@ -110,6 +113,8 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: R
         launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
+        if p.normalize:
+            _dq(launch, NeedsGrad(False, False, False), forward_results)
         query, bias, mask, slopes = hopper.dq(launch, grad_out), None, None, None
     else:
         query, bias, mask, slopes = _dq(launch, needs_grad, forward_results)
