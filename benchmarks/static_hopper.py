@@ -23,14 +23,16 @@ _WALKED = {"query", "key", "value", "grad_out"}
 def compile_all(*, candidates: bool = False) -> list[CompiledKernel]:
     """Compile every kernel of the tables, full and causal; or every candidate for them."""
     return [
-        compile_kernel(kernel, causal, config)
+        compile_kernel(kernel, causal, config, normalize)
         for kernel in tuning.HOPPER_CONFIGS
         for config in (tile_shapes.hopper_candidates(kernel) if candidates else [tuning.HOPPER_CONFIGS[kernel]])
-        for causal in (False, True)
+        for causal, normalize in ((False, False), (True, False), (True, True))
     ]
 
 
-def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig) -> CompiledKernel:
+def compile_kernel(
+    kernel: str, causal: bool, config: tuning.HopperConfig, normalize: bool = False
+) -> CompiledKernel:
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:
@@ -47,7 +49,7 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig) -> Co
         tuning.DKDV: hopper_bwd_dkdv_kernel,
         tuning.DQ: hopper_bwd_dq_kernel,
     }
-    signature, constants = _signature(functions[kernel], kernel, causal, config)
+    signature, constants = _signature(functions[kernel], kernel, causal, config, normalize)
     source = GluonASTSource(functions[kernel], signature, constants)
     compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
     if line := missing_fence(compiled.asm["ptx"]):
@@ -55,7 +57,8 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig) -> Co
     scores = ROWS * config.block / 128
     shape = (ROWS, config.block) if kernel != tuning.DKDV else (config.block, ROWS)
     tile = tuning.Config(*shape, 4 + 4 * WARP_GROUPS[kernel], config.stages, config.sigmoid)
-    described = {"kernel": f"{kernel}, Gluon", "dtype": "bfloat16", "head_dim": WIDTH, "causal": causal}
+    name = f"{kernel}, Gluon" + (", normalize" if normalize else "")
+    described = {"kernel": name, "dtype": "bfloat16", "head_dim": WIDTH, "causal": causal}
     found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
@@ -63,14 +66,20 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig) -> Co
 
 
 def _signature(
-    function: Any, kernel: str, causal: bool, config: tuning.HopperConfig
+    function: Any, kernel: str, causal: bool, config: tuning.HopperConfig, normalize: bool
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
     from sigattn.ops.hopper.common import HopperOptions, Scales
 
     options = HopperOptions(
-        WIDTH, config.block, config.stages, CAUSAL=causal, SIGMOID=config.sigmoid, WARP_GROUPS=WARP_GROUPS[kernel]
+        WIDTH,
+        config.block,
+        config.stages,
+        CAUSAL=causal,
+        SIGMOID=config.sigmoid,
+        NORMALIZE=normalize,
+        WARP_GROUPS=WARP_GROUPS[kernel],
     )
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -82,6 +91,8 @@ def _signature(
             rows = ROWS if name in _OWN[kernel] else config.block
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {WIDTH}],{layout!r}>"
+        elif normalize and name in ("row_sums", "row_terms"):
+            signature[name] = "*fp32"
         elif name in ("bias", "row_sums", "row_terms"):
             signature[name], constants[(at,)] = "constexpr", None
         else:

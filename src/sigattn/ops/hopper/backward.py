@@ -29,7 +29,7 @@ from sigattn.ops.hopper.common import (
     barriers,
     key_tile,
     load_bias,
-    load_row_terms,
+    load_row_term,
     logit_gradient,
     num_turns,
     query_tile,
@@ -143,18 +143,19 @@ def consume_queries(
             dp = warpgroup_mma(v, transposed(memory.second, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             tile = step % gl.maximum(tiles, 1)
             h = h_kv * OPT.GROUP + step // gl.maximum(tiles, 1)
-            rows = first_query + tile * BLOCK + offs_m
-            i = sizes.query_offset + rows
+            start_m = first_query + tile * BLOCK
+            i = sizes.query_offset + start_m + offs_m
             if OPT.NORMALIZE:
-                z_bias, gain, delta = load_row_terms(row_terms, pitch, b * sizes.heads + h, rows, sizes.len_q)
-                z_bias = z_bias[None, :]
+                terms = row_terms + 4 * pitch * (b * sizes.heads + h)
+                z_bias = load_row_term(terms, 0, start_m, offs_m, sizes.len_q)[None, :]
             else:
                 z_bias = load_bias(bias, scales, b, h, OPT)
             logits = warpgroup_mma_wait(1, deps=[logits])
             # rows are keys and columns queries here; so -j and -i are compared
             p = weights(logits, scales, z_bias, -j, -i, tile < edges, OPT)
             if OPT.NORMALIZE:
-                w = p * gain[None, :]
+                # each when it is needed: registers are few, and the others are in the cache after the first
+                w = p * load_row_term(terms, 1, start_m, offs_m, sizes.len_q)[None, :]
             else:
                 w = p
             operand = gl.convert_layout(w.to(grad_value.dtype), operand_layout)
@@ -162,7 +163,7 @@ def consume_queries(
             dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
             if OPT.NORMALIZE:
-                dp = dp - delta[None, :]
+                dp = dp - load_row_term(terms, 2, start_m, offs_m, sizes.len_q)[None, :]
             ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED, w)
             operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
             dk = warpgroup_mma(operand_ds, memory.first.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
@@ -229,11 +230,13 @@ def consume_keys(
     for turn in range(sizes.turns):
         b, h, start_m, tiles, full_tiles = query_tile(turn, sizes, OPT)
         start = start_m + WARP_GROUP * ROWS
-        rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
-        i = sizes.query_offset + rows
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+        i = sizes.query_offset + start + rows
         if OPT.NORMALIZE:
-            z_bias, gain, delta = load_row_terms(row_terms, pitch, b * sizes.heads + h, rows, sizes.len_q)
-            z_bias = z_bias[:, None]
+            terms = row_terms + 4 * pitch * (b * sizes.heads + h)
+            z_bias = load_row_term(terms, 0, start, rows, sizes.len_q)[:, None]
+            gain = load_row_term(terms, 1, start, rows, sizes.len_q)[:, None]
+            delta = load_row_term(terms, 2, start, rows, sizes.len_q)[:, None]
         else:
             z_bias = load_bias(bias, scales, b, h, OPT)
         acc = gl.zeros([ROWS, D], gl.float32, out_layout)
@@ -248,7 +251,7 @@ def consume_keys(
             p = weights(logits, scales, z_bias, i, tile * BLOCK + offs_n, tile >= full_tiles, OPT)
             dp = warpgroup_mma_wait(0, deps=[dp])
             if OPT.NORMALIZE:
-                dp = (dp - delta[:, None]) * gain[:, None]
+                dp = (dp - delta) * gain
             # keys beyond the last have v = 0, and so no gradient
             ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
             operand = gl.convert_layout(ds.to(grad_query.dtype), operand_layout)

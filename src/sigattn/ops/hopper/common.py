@@ -139,13 +139,12 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
 
 
 @gluon.jit
-def load_row_terms(row_terms, pitch, head, rows, len_q):
-    """Return bias, gain and dO · O of rows of a head, as the portable kernel for dQ wrote them; 0 beyond the last."""
-    pointers = row_terms + head * 3 * pitch + rows
-    z_bias = gl.load(pointers, mask=rows < len_q, other=0.0)
-    gain = gl.load(pointers + pitch, mask=rows < len_q, other=0.0)
-    delta = gl.load(pointers + 2 * pitch, mask=rows < len_q, other=0.0)
-    return z_bias, gain, delta
+def load_row_term(row_terms, INDEX: gl.constexpr, start, offsets, len_q):
+    """Return a number of the rows start + offsets of a head, as the portable kernel for dQ wrote them; 0 beyond len_q.
+
+    row_terms: those of the head. INDEX: 0 for the bias as a term of z, 1 for the gain, 2 for dO · O.
+    """
+    return gl.load(row_terms + (4 * start + INDEX) + 4 * offsets, mask=offsets < len_q - start, other=0.0)
 
 
 @gluon.jit
