@@ -30,9 +30,7 @@ def compile_all(*, candidates: bool = False) -> list[CompiledKernel]:
     ]
 
 
-def compile_kernel(
-    kernel: str, causal: bool, config: tuning.HopperConfig, normalize: bool = False
-) -> CompiledKernel:
+def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, normalize: bool = False) -> CompiledKernel:
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:

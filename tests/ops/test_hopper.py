@@ -159,11 +159,14 @@ def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cach
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("size", "causal"), [((200, 330), True), ((200, 330), False), ((130, 130), True), ((70, 5), False)])
+@pytest.mark.parametrize(
+    ("size", "causal"), [((200, 330), True), ((200, 330), False), ((130, 130), True), ((70, 5), False)]
+)
 def test_normalize(simulated, dtype, size, causal):
     """Also in rows whose sum underflows, in the head whose bias is -90 (or -90 in all of them, in float16)."""
     p, grad = problem_of(*size, causal, dtype)
-    for bias in (p.bias, torch.tensor([-5.0, -90.0]).view(1, 2, 1, 1) if dtype is torch.bfloat16 else torch.tensor(-90.0)):
+    low = torch.tensor([-5.0, -90.0]).view(1, 2, 1, 1) if dtype is torch.bfloat16 else torch.tensor(-90.0)
+    for bias in (p.bias, low):
         p = p._replace(normalize=True, bias=bias)
         for simulated.order in ORDERS:
             result = launch.forward(p)

@@ -182,8 +182,8 @@ def consume_queries(
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_key, grad_value, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
-    query_offset, scales, OPT: gl.constexpr,
+    query, key, value, grad_out, grad_key, grad_value, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads,
+    batch_heads, section, query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of tiles of 128 keys; common.py describes the arguments."""
     memory = allocate(key, value, query, grad_out, OPT)
@@ -192,8 +192,14 @@ def hopper_bwd_dkdv_kernel(
     bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (consume_queries, (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume_queries, (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+            (
+                consume_queries,
+                (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(0), OPT),
+            ),
+            (
+                consume_queries,
+                (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(1), OPT),
+            ),
             (produce_queries, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],
@@ -269,8 +275,8 @@ def consume_keys(
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dq_kernel(
-    query, key, value, grad_out, grad_query, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section,
-    query_offset, scales, OPT: gl.constexpr,
+    query, key, value, grad_out, grad_query, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads,
+    section, query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dQ of tiles of 128 queries; common.py describes the arguments."""
     memory = allocate(query, grad_out, key, value, OPT)

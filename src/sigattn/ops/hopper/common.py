@@ -60,8 +60,8 @@ class Scales(NamedTuple):
 class HopperOptions(NamedTuple):
     """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
 
-    D: width of a tile, at least the head size. NORMALIZE: weights are divided by their row's sum. BIAS: "number", or "tensor" with a bias for each head. ROWS: queries or
-    keys of a group.
+    D: width of a tile, at least the head size. NORMALIZE: weights are divided by their row's sum. BIAS: "number", or
+    "tensor" with a bias for each head. WARP_GROUPS: that compute. ROWS: queries or keys of each.
     """
 
     D: int
