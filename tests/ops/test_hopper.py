@@ -176,7 +176,7 @@ def test_normalize(simulated, dtype, size, causal):
             pairs = zip(found[:3], gradients(p, grad, torch.float64), gradients(p, grad, dtype), strict=True)
             for mine, t, r in pairs:
                 assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
-    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
+    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dq_kernel"}
 
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -114,7 +114,7 @@ def produce_queries(query, key, value, grad_out, memory, sizes, OPT: gl.constexp
 
 @gluon.jit
 def consume_queries(
-    grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr,
+    grad_key, grad_value, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one group's 64 keys, turn after turn."""
     D: gl.constexpr = OPT.D
@@ -143,28 +143,16 @@ def consume_queries(
             dp = warpgroup_mma(v, transposed(memory.second, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             tile = step % gl.maximum(tiles, 1)
             h = h_kv * OPT.GROUP + step // gl.maximum(tiles, 1)
-            start_m = first_query + tile * BLOCK
-            i = sizes.query_offset + start_m + offs_m
-            if OPT.NORMALIZE:
-                terms = row_terms + 4 * pitch * (b * sizes.heads + h)
-                z_bias = load_row_term(terms, 0, start_m, offs_m, sizes.len_q)[None, :]
-            else:
-                z_bias = load_bias(bias, scales, b, h, OPT)
+            i = sizes.query_offset + first_query + tile * BLOCK + offs_m
+            z_bias = load_bias(bias, scales, b, h, OPT)
             logits = warpgroup_mma_wait(1, deps=[logits])
             # rows are keys and columns queries here; so -j and -i are compared
             p = weights(logits, scales, z_bias, -j, -i, tile < edges, OPT)
-            if OPT.NORMALIZE:
-                # each when it is needed: registers are few, and the others are in the cache after the first
-                w = p * load_row_term(terms, 1, start_m, offs_m, sizes.len_q)[None, :]
-            else:
-                w = p
-            operand = gl.convert_layout(w.to(grad_value.dtype), operand_layout)
+            operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
             dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            if OPT.NORMALIZE:
-                dp = dp - load_row_term(terms, 2, start_m, offs_m, sizes.len_q)[None, :]
-            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED, w)
+            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
             operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
             dk = warpgroup_mma(operand_ds, memory.first.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
             acc_v, acc_k = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -182,7 +170,7 @@ def consume_queries(
 
 @gluon.jit(do_not_specialize=["bias_b", "bias_h", "len_q", "len_k", "batch_heads", "section", "query_offset"])
 def hopper_bwd_dkdv_kernel(
-    query, key, value, grad_out, grad_key, grad_value, row_terms, pitch, bias, bias_b, bias_h, len_q, len_k, heads,
+    query, key, value, grad_out, grad_key, grad_value, bias, bias_b, bias_h, len_q, len_k, heads,
     batch_heads, section, query_offset, scales, OPT: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of tiles of 128 keys; common.py describes the arguments."""
@@ -192,14 +180,8 @@ def hopper_bwd_dkdv_kernel(
     bias = HeadBias(bias, bias_b, bias_h)
     gl.warp_specialize(
         [
-            (
-                consume_queries,
-                (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(0), OPT),
-            ),
-            (
-                consume_queries,
-                (grad_key, grad_value, row_terms, pitch, bias, memory, sizes, scales, gl.constexpr(1), OPT),
-            ),
+            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+            (consume_queries, (grad_key, grad_value, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
             (produce_queries, (query, key, value, grad_out, memory, sizes, OPT)),
         ],
         [4, 4],

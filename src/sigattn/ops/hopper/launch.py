@@ -149,8 +149,7 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
     block = tuning.HOPPER_CONFIGS[kernel].block
     described = {name: descriptor(t, 64 if name in loaded_once else block) for name, t in tensors.items()}
-    terms = {name: prepared.arguments[name] for name in ("row_terms", "pitch")}
-    return {**described, **terms, **_shared(prepared, kernel, p.scale_value)}
+    return {**described, **_shared(prepared, kernel, p.scale_value)}
 
 
 def dkdv(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,5 +175,6 @@ def dq(prepared: Launch, grad_out: Tensor) -> Tensor:
     p = prepared.problem
     grad_query = torch.empty_like(p.query)
     arguments = _backward(prepared, grad_out, tuning.DQ)
+    arguments |= {name: prepared.arguments[name] for name in ("row_terms", "pitch")}
     run(prepared, hopper_bwd_dq_kernel, **arguments, grad_query=descriptor(grad_query, 64))
     return grad_query

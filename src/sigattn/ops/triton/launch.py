@@ -129,6 +129,8 @@ def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
     """Return the module ``ops.hopper.launch`` if its kernel is in use and supports the problem, else None."""
     if kernel not in tuning.HOPPER_CONFIGS:
         return None
+    if kernel == tuning.DKDV and launch.problem.normalize:  # numbers of each row: too few registers for them in Gluon
+        return None
     from sigattn.ops.hopper import launch as hopper
 
     return hopper if hopper.unavailable(launch, grad_out) is None else None
