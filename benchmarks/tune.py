@@ -250,7 +250,7 @@ def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -
 @contextlib.contextmanager
 def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: Inputs) -> Iterator[None]:
     """Change the tables for one call, so that it uses the candidate."""
-    changing = ("kernel_config", "HOPPER_CONFIGS", "SHRINK_TILES")
+    changing = ("kernel_config", "HOPPER_CONFIGS", "SHRINK_TILES", "TMA_MIN_WEIGHTS")
     before = {name: getattr(tuning, name) for name in changing}
 
     def kernel_config(
@@ -266,6 +266,7 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     try:
         tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.SHRINK_TILES = kernel_config, special, False
+        tuning.TMA_MIN_WEIGHTS = 0
         yield
     finally:
         for name, value in before.items():

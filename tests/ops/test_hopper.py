@@ -42,6 +42,7 @@ def simulated(monkeypatch):
     empty_like = torch.empty_like
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
+    monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
@@ -213,6 +214,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: tuning.HOPPER_CONFIGS[kernel]})
+    monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
         exact, rough = formula(p, torch.float64), formula(p, p.query.dtype)

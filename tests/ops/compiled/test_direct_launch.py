@@ -24,9 +24,9 @@ KINDS = {
     "TMA": ({"right": 0}, 90, {"tma": True}),
     "head of 40": ({"d": 40}, 90, {}),
     "dK and dV apart": ({"d": 256}, 90, {}),
-    "Gluon": ({"right": 0, "d": 128}, 90, {}),
-    "Gluon, head of 80": ({"d": 80}, 90, {}),
-    "Gluon, bias of heads": ({"d": 128, "bias": (1, 4, 1, 1)}, 90, {}),
+    "Gluon": ({"right": 0, "d": 128}, 90, {"TMA_MIN_WEIGHTS": 0}),
+    "Gluon, head of 80": ({"d": 80}, 90, {"TMA_MIN_WEIGHTS": 0}),
+    "Gluon, normalize": ({"d": 128, "bias": (1, 4, 1, 1), "normalize": True}, 90, {"TMA_MIN_WEIGHTS": 0}),
     "normalize": ({"right": 0, "normalize": True}, 90, {}),
     "mask, ALiBi": ({"attn_mask": (2, 1, 130, 130), "alibi_slopes": (1, 4, 2)}, 90, {}),
     "bias of heads, lengths": ({"bias": (1, 4, 1, 1), "key_lengths": (2,)}, 90, {}),
@@ -117,6 +117,18 @@ def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
 )
 def test_unknown_versions_of_triton_launch_by_themselves(version, is_direct):
     assert tuning.supports_direct_launch(version) is is_direct
+
+
+def test_short_calls_have_no_descriptors(monkeypatch):
+    """They would take more of the host's time than they gain on the GPU."""
+    with standin_driver.gpu(90, compiles=False) as launched:
+        call({"d": 128})
+        short = [x.name for x in launched], any(hasattr(x, "base") for y in launched for x in y.arguments.values())
+        monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 2 * 4 * 130 * 130)
+        launched.clear()
+        call({"d": 128})
+        assert short == (["fwd_kernel", "bwd_dq_kernel", "bwd_dkdv_kernel"], False)
+        assert [x.name for x in launched] == ["hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel"]
 
 
 def test_a_cached_launch_is_direct(kind, monkeypatch):

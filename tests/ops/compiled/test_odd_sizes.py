@@ -61,7 +61,8 @@ SELF = {
 
 @pytest.fixture(params=MODES if "SIGATTN_FUZZ_EXAMPLES" in os.environ else ["default"])
 def launched(request):
-    with standin_driver.gpu(90, compiles=False) as launched, mock.patch.multiple(tuning, **MODES[request.param]):
+    mode = {"TMA_MIN_WEIGHTS": 0, **MODES[request.param]}
+    with standin_driver.gpu(90, compiles=False) as launched, mock.patch.multiple(tuning, **mode):
         yield launched
 
 

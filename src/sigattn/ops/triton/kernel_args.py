@@ -58,6 +58,12 @@ class Launch:
     arguments: dict[str, Any]
     options: Options
 
+    @property
+    def may_use_tma(self) -> bool:
+        """True if the call is long enough for TMA descriptors to be worth the host's time."""
+        s = self.shape
+        return s.batch * s.heads * s.n * s.m >= tuning.TMA_MIN_WEIGHTS
+
     def config(self, kernel: str, *, mask_gradient: bool = False, tma: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options. tma: whether TMA can load the operands."""
         o, itemsize = self.options, self.problem.query.element_size()

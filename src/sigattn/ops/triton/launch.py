@@ -49,7 +49,8 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         settings = kernel_args.compiler_settings(name, config, tiled_options)
         launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, all_arguments)
 
-    config = launch.config(name, mask_gradient=options.NEED_MASK != "none", tma=tma.is_available(arguments, options))
+    uses_tma = launch.may_use_tma and tma.is_available(arguments, options)
+    config = launch.config(name, mask_gradient=options.NEED_MASK != "none", tma=uses_tma)
     if programs(config):
         mask = launch.problem.attn_mask
         kind = (launch.problem.query.device, options, launch.problem.query.dtype, None if mask is None else mask.dtype)
@@ -127,7 +128,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: R
 
 def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
     """Return the module ``ops.hopper.launch`` if its kernel is in use and supports the problem, else None."""
-    if kernel not in tuning.HOPPER_CONFIGS:
+    if kernel not in tuning.HOPPER_CONFIGS or not launch.may_use_tma:
         return None
     if kernel == tuning.DKDV and launch.problem.normalize:  # numbers of each row: too few registers for them in Gluon
         return None

@@ -185,6 +185,10 @@ def supports_direct_launch(version: str) -> bool:
 # binds and specialises every argument again (some 30 µs of the CPU's time).
 DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 
+# Weights (B · Hq · N · M) from which on TMA and the Gluon kernels are used. A descriptor takes some 10 µs
+# of host time at each launch (eleven took a fifth of a short training step with an H100), more than TMA gains there.
+TMA_MIN_WEIGHTS = 1 << 26
+
 # Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
 SHRINK_TILES = True
 
