@@ -1,27 +1,43 @@
 #!/usr/bin/env bash
-# Run all GPU measurements, the most important first, in calls of at most ten minutes. Needs PyTorch, Triton, pytest,
-# hypothesis, rich and matplotlib; training also needs scikit-learn, tensorboard and safetensors. Uses xdist,
-# pytest-timeout, Nsight Compute and compute-sanitizer if they are present. The library runs from src/; nothing is
-# installed and no network is used.
+# All that a GPU is asked, the most important first, in some eight minutes. Needs PyTorch, Triton, pytest and hypothesis;
+# uses pytest-xdist if it is present. The library runs from src/; nothing is installed and no network is used.
 #
-#     benchmarks/gpu.sh OUT [--from ARCHIVE] [--wheels FOLDER] [--steps A,B] [--seconds 570]
+#     bash benchmarks/gpu.sh OUT
 #
-# OUT receives results.tar.gz, replaced after each measured row, and summary.txt: however the call ends, they contain
-# everything measured so far. A call with the same OUT, or with --from and the archive of an earlier call, resumes it:
-# rows of the same source, GPU and PyTorch in the archive are not measured again.
-#
-#     benchmarks/gpu.sh OUT                            first call: do the kernels run and agree with float64; speed
-#                                                      compared with cuDNN, FlashAttention-2, FlexAttention, compiled and
-#                                                      plain formula; TMA, Gluon, one-kernel backward, launch cache;
-#                                                      decoding; hybrid norm; ViT; language models
-#     benchmarks/gpu.sh OUT --from results.tar.gz      second call: the rest of the first; hardware counters,
-#                                                      sanitizer, the kernels' test files, Gluon kernels, accuracy
-#     benchmarks/gpu.sh OUT --from results.tar.gz      third call: tile shapes and Gluon configurations, the paper's
-#                                                      lengths
-#
-# --wheels: folder with wheels of further baselines (triton-sigmoid, flash-attn, …). --steps: these steps only, in their
-# order in gpu_steps.py. With TRITON_INTERPRET=1 and no GPU, everything runs at tiny sizes as a rehearsal.
-set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH="$(dirname "$here")/src:$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-exec "${PYTHON:-python3}" -m benchmarks.gpu_runner "$@"
+# OUT receives the rows (*.jsonl, *.json), a log of each step, and results.tar.gz, replaced after each step: however the
+# call ends, it has everything measured so far. Checks compile all kernels in parallel, so that the other steps find them
+# in Triton's cache. With TRITON_INTERPRET=1 and no GPU all steps but the last run at tiny sizes, to rehearse.
+set -u
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+cd "$root"
+python=${PYTHON:-python3}
+workers=${WORKERS:-$(nproc)}
+export PYTHONPATH="$root/src:$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton-cache}
+
+step() { # name, limit in seconds, command
+    local name=$1 limit=$2
+    shift 2
+    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+    echo "$name: exit $?, $SECONDS s in all"
+    tail -n 12 "$out/$name.log" | cut -c1-300
+    (cd "$out" && tar czf .results.tar.gz -- *.json* *.log && mv .results.tar.gz results.tar.gz) 2>/dev/null
+}
+
+check() { # part: wrong results are counted at the end
+    OMP_NUM_THREADS=1 "$python" -m benchmarks.on_gpu check "$out/check.jsonl" "$1" "$workers"
+}
+export -f check
+export out python workers
+
+step machine 30 "$python" -c "import torch, triton; print(torch.__version__, triton.__version__); torch.cuda.is_available() and print(torch.cuda.get_device_name())"
+step check 100 bash -c 'for part in $(seq 0 $((workers - 1))); do check "$part" & done; wait; grep -c "\"ok\": true" "$out/check.jsonl"; grep "\"ok\": false" "$out/check.jsonl"'
+step time 100 "$python" -m benchmarks.on_gpu time "$out/time.jsonl" 90
+step options 50 "$python" -m benchmarks.on_gpu options "$out/options.jsonl" 45
+step overhead 40 "$python" -m benchmarks overhead --results "$out/overhead.json"
+if [ "${TRITON_INTERPRET:-0}" = 0 ]; then
+    step decode 50 "$python" -m benchmarks decode --results "$out/decode.json"
+    step tune 120 "$python" -m benchmarks tune --lengths 4096 --results "$out/tune"
+    step sweep 150 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_kernel_sweep.py tests/ops/test_hopper.py -k "not simulat" $("$python" -c "import xdist" 2>/dev/null && echo "-n $workers")
+fi

@@ -1,14 +1,9 @@
 """The GPU benchmarks at tiny sizes with interpreted kernels."""
 
 import functools
-import importlib
 import itertools
 import json
 import math
-import os
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ import torch
 from benchmarks import (
     accuracy,
     baselines,
-    gpu_steps,
     hybridnorm,
     kernels,
     overhead,
@@ -228,34 +222,3 @@ def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BenchmarkError, match="needs a GPU"):
         kernels.benchmark_kernels(kernels.KernelBenchmark())
-
-
-def test_every_step_of_the_script_can_be_configured(tmp_path):
-    """Names and values of its settings are valid, also in a rehearsal, and its tests exist."""
-    root = Path(__file__).parents[2]
-    steps = gpu_steps.STEPS
-    assert len({step.name for step in steps}) == len(steps)
-    on_a_gpu = re.compile(r"skipif\(not torch.cuda.is_available\(\).*\n(?:@.*\n)*def (\w+)")
-    for step in steps:
-        for path in (x for x in step.pytest if x.endswith(".py")):
-            chosen = step.pytest[-1].split(" or ") if step.name == "tests" else [""]
-            for test in on_a_gpu.findall((root / path).read_text()):
-                assert any(word in f"{path}::{test}" for word in chosen), test
-        if step.benchmark:
-            module, kind, function = step.benchmark
-            found = importlib.import_module(f"benchmarks.{module}")
-            assert callable(getattr(found, function))
-            for settings in (step.settings, step.settings | step.tiny):
-                getattr(found, kind)(results=tmp_path / "results", resume=True, **settings)
-
-
-def test_the_script_runs_a_step_once(tmp_path):
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHON": os.sys.executable}
-    command = [root / "benchmarks/gpu.sh", tmp_path / "out", "--steps", "decode", "--seconds", "300"]
-    for began in (True, False):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("== decode: done" in done.stdout) == began
-        assert "decode: context_length | batch_size" in done.stdout  # the summary
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.tar.gz", "summary.txt"]
