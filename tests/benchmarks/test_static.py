@@ -18,21 +18,21 @@ CODE = """
 import dataclasses, json, sys
 from benchmarks import static, static_hopper
 from sigattn.ops.triton import tuning
-cases, head_dims = json.loads(sys.argv[1])
+cases, with_gluon = json.loads(sys.argv[1])
 for case in cases:
     options = case.pop() if isinstance(case[-1], dict) else {}
     if "config" in options:
         options["config"] = tuning.Config(*options["config"])
     print(json.dumps(dataclasses.asdict(static.compile_kernel(*case, **options))))
-for report in static_hopper.compile_all(head_dims):
+for report in static_hopper.compile_all() if with_gluon else []:
     print(json.dumps(dataclasses.asdict(report)))
 """
 
 
-def compiled(cases, hopper_dims=()):
-    """Return reports of the cases, and of the Gluon kernels for some head dims, compiled in one subprocess."""
+def compiled(cases, with_gluon=False):
+    """Return reports of the cases, and of the Gluon kernels, compiled in one subprocess."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CODE, json.dumps([cases, hopper_dims])]
+    command = [sys.executable, "-c", CODE, json.dumps([cases, with_gluon])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -97,7 +97,7 @@ def check_default(report, architecture, causal):
         assert report["tensor_instructions"].startswith({80: "HMMA", 90: "HGMMA", 100: "UTC"}[architecture]), said
     inner = report["loops"][0]
     if d == 64:
-        assert inner["special"] <= 1.15, said
+        assert inner["special"] <= 1.6, said  # one and a half for "paired-rcp"
     # at most the few comparisons of addresses: a mask would take two instructions for each score
     assert inner["selects"] < (0.75 if d <= 128 else 1.1), said
     if causal:
@@ -115,7 +115,7 @@ def check_gluon(report):
     assert report["spills"] <= 16, what(report)  # a few addresses, outside the loop
     assert report["shared"] <= SHARED[90], what(report)
     assert report["tensor_instructions"] == "HGMMA", what(report)
-    assert report["loops"][0]["special"] <= 1.15, what(report)
+    assert report["loops"][0]["special"] <= 1.6, what(report)
 
 
 def decoding():
@@ -136,10 +136,10 @@ def test_kernels_of_the_tables():
     each = [(architecture, *pair) for architecture in pairs for pair in pairs[architecture]]
     default = [(k, a, "bfloat16", d, causal) for a, d, causal in each for k in kernels(a, d, "bfloat16")]
     sample = [case for dtype, d in TENSOR_CORES if d != 64 for case in options_of_hopper(dtype, d)]
-    serialised = (tuning.FWD, 90, "bfloat16", 64, False, {"WGMMA": False})
+    serialised = (tuning.FWD, 90, "bfloat16", 64, False, {"WGMMA": False, "config": [128, 64, 8, 3, "paired"]})
     others = [*options_together(), *random.sample(sample, 2), serialised]
     cases = [*default, *decoding(), *others]
-    reports = compiled(cases, DIMS if EVERYTHING else DIMS[:1])
+    reports = compiled(cases, with_gluon=True)
     for case, report in zip([*cases, *[None] * (len(reports) - len(cases))], reports, strict=True):
         assert bool(report["advisories"]) == (case is serialised), what(report)
         if case is None:
