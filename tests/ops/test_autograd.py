@@ -144,6 +144,6 @@ def test_negative_views_are_converted_in_the_backward_pass(which, backend):
 
 def test_a_profiler_sees_both_ops():
     q = torch.randn(1, 1, 12, 8, requires_grad=True)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         torch.autograd.grad(sigmoid_attention(q, q, q).sum(), q)
     assert {"sigattn::dense_forward", "sigattn::dense_backward"} <= {event.key for event in profiler.key_averages()}

@@ -17,6 +17,12 @@ from tests.ops.calls import Call
 KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 
 
+@pytest.fixture(autouse=True)
+def short_calls_use_tma(monkeypatch):
+    """As long ones do."""
+    monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
+
+
 def problem(d=64, n=200, dtype=torch.bfloat16, **options):
     return Problem(*(torch.zeros(1, n, 2, d, dtype=dtype).transpose(1, 2) for _ in range(3)), **options)
 

@@ -9,7 +9,7 @@ import torch
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch
+from sigattn.ops.triton import launch, tuning
 from tests.ops import standin_driver
 
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
@@ -47,8 +47,11 @@ def counts(launched):
 PAIRS = [(option, layout) for option in OPTIONS for layout in LAYOUTS]
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize(("option", "layout"), PAIRS if EVERYTHING else PAIRS[::4])
-def test_lengths_are_not_compiled_for(option, layout):
+def test_lengths_are_not_compiled_for(monkeypatch, option, layout, tma):
+    """Kernels that load by pointers, of short calls, and those that load by TMA, of long ones."""
+    monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0 if tma else 1 << 62)
     given, needed, expected = OPTIONS[option]
     needs = NeedsGrad(True, True, True, *(name in needed for name in NeedsGrad._fields[3:]))
     with standin_driver.gpu(90, compiles=False) as launched:
