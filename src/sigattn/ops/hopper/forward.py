@@ -6,8 +6,9 @@ sigmoid, nothing depends on the tile before but the sum. The groups issue their 
 passes to the next, so that while one group computes weights, the products of the others run. A program may have several
 tiles of queries: the next ones, and their keys, are loaded while an output is stored.
 
-It supports the plain problem: 16 bits, D = Dv of 72 to 128, one b for each head, full or causal. Tensors are TMA
-descriptors of (B, H, N, D): what lies outside is 0 when read and omitted when written. docs/speed.md has measurements.
+It supports the plain problem: 16 bits, D = Dv of 65 to 128, one b for each head, full or causal. With NORMALIZE the
+portable kernel computes tiles again in which the sum of a row underflows (REPAIR). Tensors are TMA descriptors of
+(B, H, N, D): what lies outside is 0 when read and omitted when written. docs/speed.md has measurements.
 """
 
 from __future__ import annotations
