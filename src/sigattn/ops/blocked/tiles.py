@@ -346,6 +346,8 @@ class Group:
         by_query_head = p if self.shape[2] == 1 else p.view(-1, i1 - i0, j1 - j0)
         if i1 > self.problem.query.shape[2]:  # rows of padding, whose weights are NaN where a key is
             by_query_head[:, self.problem.query.shape[2] - i0 :] = 0
+        if j1 > self.problem.key.shape[2]:  # columns of padding, whose weights are NaN where a query is
+            by_query_head[:, :, self.problem.key.shape[2] - j0 :] = 0
         if right != UNLIMITED and j1 - 1 > i0 + offset + right:
             by_query_head.tril_(i0 + offset + right - j0)
         if left != UNLIMITED and j0 < i1 - 1 + offset - left:
