@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
 from sigattn.ops import validation
-from sigattn.ops.attention import DENSE, validate
+from sigattn.ops.attention import DENSE, validate_options
 from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
 
 _NAME = "context_parallel_attention"
@@ -68,9 +68,9 @@ def context_parallel_attention(
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
     query, key, value = cast_operands(query, key, value)
-    operands = {"query": query, "key": key, "value": value}
-    _, scale, window, softcap = validate(
-        _NAME, operands, enable_gqa, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
+    validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
+    _, scale, window, softcap = validate_options(
+        _NAME, query, key, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     validation.flag(_NAME, "normalize", normalize)
     if mesh.ndim != 1:

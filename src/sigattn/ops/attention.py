@@ -159,9 +159,8 @@ def sigmoid_attention(
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
     if not is_usual or type(enable_gqa) is not bool:
-        operands = {"query": query, "key": key, "value": value}
-        validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, **operands)
-    dropout_p, scale, window, softcap = _validate_options(
+        validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
+    dropout_p, scale, window, softcap = validate_options(
         _NAME, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     if type(is_causal) is not bool:
@@ -193,32 +192,7 @@ def sigmoid_attention(
     return out if shape is None else out.reshape(shape)
 
 
-def validate(
-    caller: str,
-    operands: dict[str, Any],
-    enable_gqa: bool,
-    attn_mask: Any,
-    dropout_p: Any,
-    bias: Any,
-    window: Any,
-    alibi_slopes: Any,
-    key_lengths: Any,
-    scale: Any,
-    softcap: Any,
-) -> tuple[float, float | None, tuple[int, int] | None, float]:
-    """Raise unless query, key, value and options fit together; return the numbers as Python's own.
-
-    Returns:
-        dropout_p, scale, window and softcap.
-    """
-    validation.operands(caller, validation.HEADS_FIRST, enable_gqa=enable_gqa, **operands)
-    query, key, _ = operands.values()
-    return _validate_options(
-        caller, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
-    )
-
-
-def _validate_options(
+def validate_options(
     caller: str,
     query: Tensor,
     key: Tensor,
@@ -231,6 +205,11 @@ def _validate_options(
     scale: Any,
     softcap: Any,
 ) -> tuple[float, float | None, tuple[int, int] | None, float]:
+    """Raise unless options fit query and key, which have been checked; return the numbers as Python's own.
+
+    Returns:
+        dropout_p, scale, window and softcap.
+    """
     batch, heads, n, _ = query.shape
     if attn_mask is not None:
         validation.mask(caller, attn_mask, query, (batch, heads, n, key.shape[2]), key=key)

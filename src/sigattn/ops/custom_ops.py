@@ -207,13 +207,15 @@ class Operator(Generic[P]):
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
-            return autograd.redispatch(self._forward_kernel, keyset, (*args[:-1], False))
+            with torch._C._AutoDispatchBelowAutograd():
+                return autograd.below_autograd(self._forward_kernel, keyset)(*args[:-1], False)
         if self.formula is None:
             raise RuntimeError(
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
             )
         save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
-        return autograd.apply(self._node, keyset, (*args[self.num_tensors : -1], save), *tensors)
+        with autograd.recording():
+            return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)
 
     def _forward(self, *args: Any) -> Result:
         *fields, backend, save = args
@@ -280,8 +282,10 @@ class Operator(Generic[P]):
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
-            return autograd.redispatch(self._backward_kernel, keyset, args)
-        return autograd.apply(self._backward_node, keyset, args[num_tensors:], *tensors)
+            with torch._C._AutoDispatchBelowAutograd():
+                return autograd.below_autograd(self._backward_kernel, keyset)(*args)
+        with autograd.recording():
+            return self._backward_node.apply(keyset, args[num_tensors:], *tensors)
 
     def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
-from sigattn.ops.attention import validate, with_checked_lengths
+from sigattn.ops.attention import validate_options, with_checked_lengths
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem, make_problem
 
@@ -77,9 +77,9 @@ def attention_statistics(
     validation.flag(_NAME, "is_causal", is_causal)
     validation.flag(_NAME, "normalize", normalize)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
-    operands = {"query": query, "key": key, "value": value}
-    _, scale, window, softcap = validate(
-        _NAME, operands, enable_gqa, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
+    validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
+    _, scale, window, softcap = validate_options(
+        _NAME, query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS), optional=False)
     if normalize and activation != "sigmoid":

@@ -103,14 +103,12 @@ _HOPPER_TMA: dict[tuple[str, int], Config] = {
 
 # 16-bit dtypes on Hopper with attn_mask, without its gradient; by kind of mask (``args.Options``). Measured on an H100
 # (n = 4,096). By pointers, hidden keys are left out.
-_TILE_MASKED: dict[tuple[str, int], Config] = {
-    (kernel, d): parse("64x64/4/2+tma", "paired-rcp") for kernel in (FWD, DKDV, DQ) for d in (64, 128)
-}
+_MASKED = parse("64x64/4/2+tma", "paired-rcp")
 HOPPER_MASKED: Mapping[tuple[str, str, int], Config] = MappingProxyType(
-    {(mask, *place): config for mask in ("bool", "added") for place, config in _TILE_MASKED.items()}
-    | {("bool", DKDV, 64): parse("64x64/4/3+tma", "paired-rcp"), ("bool", DKDV, 128): parse("64x64/4/2+tma", "paired")}
+    {(mask, kernel, d): _MASKED for mask in ("bool", "added") for kernel in (FWD, DKDV, DQ) for d in (64, 128)}
+    | {("bool", DKDV, 64): _MASKED._replace(stages=3), ("bool", DKDV, 128): _MASKED._replace(sigmoid="paired")}
     | {("keys", kernel, d): _HOPPER[kernel, d] for kernel in (FWD, DKDV, DQ) for d in (64, 128)}
-    | {("keys", DQ, 128): _TILE_MASKED[DQ, 128]}
+    | {("keys", DQ, 128): _MASKED}
 )
 
 # Used instead of a shape of the tables that fills the registers in plain calls, if options need registers of their own
