@@ -6,7 +6,6 @@ import re
 import shutil
 import statistics
 import sys
-from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -516,14 +515,6 @@ class TestCommittedPages:
         counts = pages.count_verdicts(pages.read_pages(self.folder))
         text = " ".join((self.folder.parent / "reproduce.md").read_text().split())
         assert counts in text
-
-    def test_counts_in_the_readme(self):
-        written = [page for page in pages.read_pages(self.folder) if page.kind == "paper"]
-        counts = Counter(f["verdict"] for page in written for f in page.findings)
-        text = " ".join((self.folder.parents[1] / "README.md").read_text().split())
-        assert f"of {counts.total()} claims {counts['agrees']} agree, {counts['differs']} differ" in text
-        assert f"{counts['equivalent']} are equivalent within the tolerance, {counts['depends']} depend" in text
-        assert f"{counts['not shown']} are not decided" in text
 
     def test_undecided_claims_are_listed(self):
         """docs/reproduce.md has a reason for each claim of the paper that is not shown."""
