@@ -1,7 +1,7 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and cpu-zen4-*.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
+these and those of other processors; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
 results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
@@ -144,7 +144,8 @@ def medians(runs: list[Row]) -> list[Row]:
 
     def median(rows: tuple[Row, ...]) -> Row:
         ratios = [name for name in rows[0] if name.endswith("_time_over_this")]
-        return {**rows[0], **{name: statistics.median(row[name] for row in rows) for name in ratios}}
+        measured = [name for name in ratios if rows[0][name] is not None]
+        return {**rows[0], **{name: statistics.median(row[name] for row in rows) for name in measured}}
 
     return [median(rows) for rows in zip(*(run["rows"] for run in runs), strict=True)]
 
@@ -177,8 +178,8 @@ def training_table(runs: list[Row]) -> str:
         for dtype, causal in cases:
             case = {"n": n, "dtype": dtype, "causal": causal, "implementation": "sigattn", "pass": "training"}
             (row,) = select(rows, **case)
-            ratios = (row[f"{peer}_time_over_this"] for peer in ("softmax", "naive", "compiled"))
-            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
+            ratios = [row[f"{peer}_time_over_this"] for peer in ("softmax", "naive", "compiled")]
+            cells.append(" / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
         lines.append([f"{n:,}", *cells])
     setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
     head = ["n", *(f"{dtype}, {'causal' if causal else 'full'}" for dtype, causal in cases)]
@@ -239,7 +240,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     speed = [
         [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"cpu-{processor}-*.json"))]
-        for processor in ("zen5", "zen4")
+        for processor in ("zen5", "zen4", "zen3", "bfloat16-zen3")
     ]
     steps = [json.loads((RESULTS / f"{name}.json").read_text()) for name in STEPS_RESULTS]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
