@@ -9,6 +9,7 @@ Functions::
     FLOP_FORMULAS             for torch.utils.flop_counter.FlopCounterMode(custom_mapping=sigattn.FLOP_FORMULAS)
     log_length_bias           -log n, the paper's rule for b
     convert, restore          softmax models converted to sigmoid attention, and loaded
+    backend                   context that chooses the backend of the calls within it
     set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
 
 Packages, imported at first use (``import sigattn; sigattn.nn.Attention``)::
@@ -35,7 +36,7 @@ try:
     from sigattn.ops.custom_ops import FLOP_FORMULAS
     from sigattn.ops.kvcache import sigmoid_kvcache_attention
     from sigattn.ops.problem import log_length_bias
-    from sigattn.ops.settings import get_sigmoid_precision, set_sigmoid_precision
+    from sigattn.ops.settings import backend, get_sigmoid_precision, set_sigmoid_precision
     from sigattn.ops.statistics import AttentionStatistics, attention_statistics
     from sigattn.ops.varlen import sigmoid_varlen_attention
 except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line then exits without a traceback
@@ -53,6 +54,7 @@ __all__ = [
     "FLOP_FORMULAS",
     "AttentionStatistics",
     "attention_statistics",
+    "backend",
     "conversion",
     "convert",
     "data",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sigattn import sigmoid_attention
 from sigattn.distributed.sequence_sharding import SequenceSharding
@@ -175,6 +176,42 @@ def cache(mesh):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, before, strict=True))
 
 
+def dtensors(mesh):
+    """The operator of DTensors: sharded over samples or heads, with options that are sharded or broadcast."""
+    torch.manual_seed(0)
+    parts = mesh.size()
+    tensors = [torch.randn(parts, h * parts, n, 8, dtype=torch.float64) for h, n in ((2, 5), (1, 7), (1, 7))]
+    tensors += [torch.randn(shape, dtype=torch.float64) for shape in ((1, 2 * parts, 1, 1), (parts, 1, 5, 7))]
+    lengths = torch.arange(parts) % 7 + 1
+
+    def call(query, key, value, bias, mask, lengths):
+        out = sigmoid_attention(query, key, value, is_causal=True, bias=bias, enable_gqa=True, normalize=True)
+        return out + sigmoid_attention(query, key, value, mask, enable_gqa=True, key_lengths=lengths)
+
+    whole = [t.clone().requires_grad_() for t in tensors]
+    expected = call(*whole, lengths)
+    grad = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, whole, grad)
+    for dim in (None, 0, 1):
+
+        def distribute(t, dim=dim):
+            is_sharded = dim is not None and t.dim() > dim and t.shape[dim] > 1
+            return distribute_tensor(t, mesh, [Shard(dim) if is_sharded else Replicate()])
+
+        shards = [distribute(t).requires_grad_() for t in tensors]
+        out = call(*shards, distribute(lengths))
+        assert out.placements == ((Replicate() if dim is None else Shard(dim)),)
+        gradients = torch.autograd.grad(out, shards, distribute(grad))
+        for ours, theirs in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+    with pytest.raises(ValueError, match="dropout_p is not supported with DTensor"):
+        sigmoid_attention(*shards[:3], enable_gqa=True, dropout_p=0.5)
+    # 2 heads of the key for each process but the last: its query heads would belong to others
+    uneven = [torch.randn(1, h * (2 * parts - 1), 5, 8, dtype=torch.float64) for h in (2, 1, 1)]
+    out = sigmoid_attention(*(distribute_tensor(t, mesh, [Shard(1)]) for t in uneven), enable_gqa=True)
+    torch.testing.assert_close(out.full_tensor(), sigmoid_attention(*uneven, enable_gqa=True))
+
+
 def invalid(mesh):
     """Invalid arguments raise on every process, before anything is sent."""
     q = torch.randn(1, 2, 6, 4)
@@ -209,7 +246,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for compare in (attention, models, invalid, cache):
+    for compare in (attention, models, invalid, cache, dtensors):
         compare(mesh)
     print("compared", file=sys.stderr, flush=True)
     dying(mesh)

@@ -20,7 +20,8 @@ LENGTHS = ((2, 7, 9), (3, 1, 33), (1, 20, 13))
 CALLS = {
     "causal": {"is_causal": True},
     "window": {"window": (2, 1), "bias": -2.5, "scale": 0.5, "softcap": 2.0},
-    "normalize": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
+    "normalize": {"normalize": True, "is_causal": True},
+    "normalize far below 0": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
     "float mask": {"attn_mask": "additive", "bias": "bias"},
     "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},
 }

@@ -20,6 +20,7 @@ from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
+from sigattn.ops.proxies import record_module
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_bool, check_finite, check_probability
@@ -231,6 +232,9 @@ class Attention(nn.Module):
         Raises:
             ValueError: if the arguments, or an argument and the layer's options, exclude each other.
         """
+        node = record_module(self, (x, kv_input, key_lengths, cache, documents), {})
+        if node is not None:
+            return node
         self._check_inputs(x, kv_input)
         self._check_call(kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length

@@ -16,6 +16,7 @@ from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
 from sigattn.ops.problem import Problem, log_length_bias, log_size_bias, make_problem
+from sigattn.ops.proxies import record_module
 
 
 class SigmoidMultiheadAttention(nn.MultiheadAttention):
@@ -69,6 +70,10 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and weights as ``nn.MultiheadAttention.forward`` does."""
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        node = record_module(self, (query, key, value, *options), {})
+        if node is not None:
+            return node
         swap = self.batch_first and query.dim() == 3
         if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))

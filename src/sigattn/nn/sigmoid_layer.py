@@ -29,6 +29,7 @@ from sigattn.nn.written_softmax import WrittenSoftmax, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias, log_size_bias
+from sigattn.ops.proxies import record_module
 
 
 class SigmoidLayer(nn.Module):
@@ -60,6 +61,9 @@ class SigmoidLayer(nn.Module):
             RuntimeError: if that forward computes a softmax itself, does not call an attention function, or calls it in
                 a checkpoint or another autograd function.
         """
+        node = record_module(self, args, kwargs)
+        if node is not None:
+            return node
         mode = _SigmoidMode(self)
         with mode:
             result = super().forward(*args, **kwargs)

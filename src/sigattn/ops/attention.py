@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import has_torch_function
 
-from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, onnx, reference, triton, validation, vmap
+from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, reference, triton, validation, vmap
 from sigattn.ops.custom_ops import Backend, Operator
 from sigattn.ops.problem import Problem, VarlenProblem, cast_operands, make_problem
+from sigattn.ops.proxies import record
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
@@ -53,7 +55,7 @@ DENSE: Operator[Problem] = Operator(
     reference.attention,
     with_checked_lengths,
     lambda shapes: shapes.key[2],
-    onnx_formula=onnx.formula,
+    onnx_formula=reference.traced_attention,
     vmap_rules=(vmap.dense_forward, vmap.dense_backward),
 )
 BACKENDS = tuple(DENSE.backends)
@@ -120,8 +122,8 @@ def sigmoid_attention(
         backend: "reference" (materialises the weights; supports forward-mode derivatives), "blocked" (memory linear in
             the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16 and float32,
             head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16, without softcap and
-            the gradient of attn_mask); None for the fastest of the others that supports the call. Second derivatives
-            exist with every backend, and materialise the weights.
+            the gradient of attn_mask); None for that of the context ``sigattn.backend``, or else the fastest of the
+            others that supports the call. Second derivatives exist with every backend, and materialise the weights.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
@@ -137,6 +139,8 @@ def sigmoid_attention(
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
+    if not isinstance(query, Tensor) and has_torch_function((query, key, value)):  # type: ignore[unreachable]
+        return record(sigmoid_attention, locals())  # type: ignore[unreachable]
     blocks = None
     if attn_mask is not None:
         if block_mask.is_block_mask(attn_mask):
@@ -188,7 +192,11 @@ def sigmoid_attention(
         softcap=softcap,
         normalize=normalize,
     )
-    out: Tensor = DENSE.forward_op(*problem, DENSE.choose(problem, backend), False)[0]
+    backend = DENSE.choose(problem, backend)
+    if backend == "reference" and torch.compiler.is_compiling():  # PyTorch's operators in the graph, not the op
+        out = reference.traced_attention(*problem)
+    else:
+        out = DENSE.forward_op(*problem, backend, False)[0]
     return out if shape is None else out.reshape(shape)
 
 

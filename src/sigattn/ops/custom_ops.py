@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, onnx, vmap
+from sigattn.ops import autograd, onnx, settings, sharding, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
 from sigattn.ops.normalization import new_row_sums
-from sigattn.ops.problem import P, new_output
+from sigattn.ops.problem import P, Problem, new_output
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -170,13 +170,16 @@ class Operator(Generic[P]):
         return out
 
     def choose(self, problem: P, backend: str | None) -> str:
-        """Return ``backend``, or if it is None the fastest backend that supports the problem.
+        """Return ``backend``; or if it is None that of the context, or else the fastest that supports the problem.
 
         Raises:
-            ValueError: if ``backend`` does not support the problem.
+            ValueError: if the backend does not support the problem.
         """
+        if backend is None:
+            backend = settings.compiled_backend if torch.compiler.is_compiling() else settings.thread.backend
         if backend is not None:
-            reason = self.backends[backend].unavailable(problem)
+            is_known = backend in self.backends
+            reason = self.backends[backend].unavailable(problem) if is_known else "it is for sigmoid_attention only"
             if reason is not None:
                 raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
             return backend
@@ -198,12 +201,16 @@ class Operator(Generic[P]):
         """Call the op below autograd, and record it if a derivative is needed."""
         *fields, backend, _ = args
         if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
-            if self.onnx_formula is not None:
-                return without_saved(self.onnx_formula(*fields))
-            onnx.refuse(str(self.forward_op))
+            if self.onnx_formula is None:
+                onnx.refuse(str(self.forward_op))
+            if Problem(*fields).seed is not None:
+                onnx.refuse_dropout()
+            return without_saved(self.onnx_formula(*fields))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
         tensors = args[: self.num_tensors]
+        if type(args[0]) is not Tensor and self.problem_type is Problem:
+            sharding.add_rules(self.forward_op, self.backward_op, Problem(*fields))
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import has_torch_function
 
 from sigattn.ops import autograd, blocked, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, library
 from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
+from sigattn.ops.proxies import record
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (
@@ -209,6 +211,8 @@ def sigmoid_kvcache_attention(
     >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 64])
     """
+    if not isinstance(query, Tensor) and has_torch_function((query, key_cache, value_cache)):  # type: ignore[unreachable]
+        return record(sigmoid_kvcache_attention, locals())  # type: ignore[unreachable]
     if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")

@@ -12,6 +12,7 @@ forward-mode and double differentiation, ``torch.func`` and ``vmap`` apply to it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.gradients import Result, Saved, without_saved
 from sigattn.ops.positions import alibi, band
-from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
+from sigattn.ops.problem import NORMALIZED_MARGIN, KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 
@@ -39,6 +40,18 @@ def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, H
     """Return the attention output, in the query's dtype and order of memory."""
     out = combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
     return in_order_of(problem.query, out)
+
+
+def traced_attention(*fields: Any) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the attention output, given the fields of a ``Problem``, in operators that a graph of any length holds."""
+    p = Problem(*fields)
+    dtype, device = torch.promote_types(p.query.dtype, torch.float32), p.query.device
+    if p.bias is not None and not p.bias.dim():  # to read the number would fix it in the graph
+        p = p._replace(bias=p.bias.to(device, dtype).view(1, 1, 1, 1))
+    elif p.bias is None and p.key_lengths is None:
+        num_keys = torch.full((1, 1, 1, 1), p.key.shape[2], dtype=dtype, device=device).clamp(min=1)
+        p = p._replace(bias=-num_keys.log() - (NORMALIZED_MARGIN if p.normalize else 0.0))
+    return attention(p)
 
 
 def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)

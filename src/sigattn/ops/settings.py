@@ -1,12 +1,54 @@
-"""Process-wide setting of the precision of σ."""
+"""Settings of calls that do not specify them: the precision of σ, and the backend."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 from sigattn.ops import validation
 
+BACKENDS = ("reference", "blocked", "triton", "llvm")
 PRECISIONS = ("accurate", "fast")
 
 current_precision = "accurate"
+
+
+class _Thread(threading.local):
+    backend: str | None = None
+
+
+thread = _Thread()
+# That of the context entered last in any thread, for compiled code, whose guards do not see a thread's own values
+compiled_backend: str | None = None
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the backend of the operators' calls within the context, also of those in layers and models.
+
+    It is for calls that do not pass ``backend=`` themselves, as PyTorch's ``sdpa_kernel`` is. With "reference" layers
+    and models have forward-mode derivatives, and exported or compiled programs consist of PyTorch's operators alone,
+    which other runtimes know. It applies to the current thread; a compiled function is compiled again for another
+    backend, and takes that of the context entered last in any thread.
+
+    Args:
+        name: "reference", "blocked", "llvm" or "triton", as in ``sigmoid_attention``.
+
+    Raises:
+        ValueError: for another name; and within the context, by a call that the backend does not support.
+
+    >>> with backend("reference"):
+    ...     out, tangent = torch.func.jvp(nn.Linear(4, 2), (torch.ones(4),), (torch.ones(4),))  # or a model
+    """
+    global compiled_backend
+    validation.choice("sigattn.backend", "backend", name, BACKENDS, optional=False)
+    before = thread.backend, compiled_backend
+    thread.backend = compiled_backend = name
+    try:
+        yield
+    finally:
+        thread.backend, compiled_backend = before
 
 
 def set_sigmoid_precision(precision: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from sigattn.ops import blocked, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator
 from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
+from sigattn.ops.proxies import record
 
 _NAME = "sigmoid_varlen_attention"
 _CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls
@@ -136,6 +138,8 @@ def sigmoid_varlen_attention(
     >>> sigmoid_varlen_attention(query, key, value, cu_seq, cu_seq, 7, 7, is_causal=True).shape
     torch.Size([10, 4, 64])
     """
+    if not isinstance(query, Tensor) and has_torch_function((query, key, value)):  # type: ignore[unreachable]
+        return record(sigmoid_varlen_attention, locals())  # type: ignore[unreachable]
     query, key, value = cast_operands(query, key, value)
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, query=query, key=key, value=value)
     validation.sequence_offsets(_NAME, query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)

@@ -286,7 +286,8 @@ class Group:
             chosen = table[start // size[outer] : -(-stop // size[outer])].any(0)
             spans = list(runs(chosen, size[1 - outer], first, last))
         elif tiling.dtype is torch.bfloat16:  # few shapes, see ``padded``
-            spans = [(first // 64 * 64, min(length, -(-last // 64) * 64))]
+            last = min(length, -(-last // 64) * 64)
+            spans = [(max(0, last - -(-(last - first) // 64) * 64), last)]
         return [(i, min(i + side, last)) for first, last in spans for i in range(first, last, side)]
 
     def tile(self, memory: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:  # (G, rep · R, C)

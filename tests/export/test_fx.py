@@ -1,0 +1,49 @@
+"""torch.fx.symbolic_trace of calls of the operator, which are recorded, and of layers, which become one node."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from sigattn import convert, sigmoid_attention
+from sigattn.nn import Attention
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+class Heads(nn.Module):
+    """Self-attention by a given function."""
+
+    def __init__(self, function=F.scaled_dot_product_attention, **options):
+        super().__init__()
+        self.projection, self.function, self.options = nn.Linear(16, 48), function, options
+
+    def forward(self, x):
+        query, key, value = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.function(query, key, value, is_causal=True, **self.options).transpose(1, 2).flatten(2)
+
+
+def converted(module):
+    model = nn.Sequential(nn.Linear(16, 16), module)
+    convert(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Heads(sigmoid_attention, normalize=True, bias=-2.0),
+        converted(Heads()),
+        converted(nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)),
+        nn.Sequential(Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=True)),
+    ],
+    ids=["operator", "converted layer", "converted encoder", "Attention"],
+)
+def test_symbolic_trace(module):
+    module = copy.deepcopy(module).eval()
+    traced = fx.symbolic_trace(module)
+    for length in (5, 9):
+        x = torch.randn(2, length, 16)
+        torch.testing.assert_close(traced(x), module(x))

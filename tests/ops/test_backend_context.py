@@ -1,0 +1,123 @@
+"""``sigattn.backend`` chooses the backend of calls that do not choose one, in eager, compiled and exported code."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import sigattn
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
+CAPPED = {"softcap": 2.0}  # "llvm" does not support it: a call that it serves fails
+REFUSED = "backend 'llvm' does not support this call"
+
+
+def operands(b=2, n=5, m=7, heads=2):
+    return torch.randn(b, 4, n, 8), torch.randn(b, heads, m, 8), torch.randn(b, heads, m, 8)
+
+
+class Model(nn.Module):
+    """Calls with options whose defaults depend on sizes, as layers make them."""
+
+    def forward(self, query, key, value, lengths, mask):
+        def call(**options):
+            return sigmoid_attention(query, key, value, enable_gqa=True, **options)
+
+        return (
+            call(is_causal=True, bias=-1.5),
+            call(normalize=True),
+            call(key_lengths=lengths),
+            call(normalize=True, key_lengths=lengths),
+            call(attn_mask=mask, softcap=2.0),
+        )
+
+
+def arguments(b, n, m):
+    return *operands(b, n, m), torch.arange(b) % m + 1, torch.rand(b, 1, n, m) > 0.3
+
+
+def test_calls_within_the_context_and_after_it():
+    with sigattn.backend("llvm"):
+        with pytest.raises(ValueError, match=REFUSED):
+            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+        sigmoid_attention(*operands(), enable_gqa=True, backend="blocked", **CAPPED)  # the call's choice comes first
+        with sigattn.backend("blocked"):
+            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+        with pytest.raises(ValueError, match=REFUSED):
+            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+        cache = torch.zeros(2, 1, 8, 2, 8).unbind()
+        with pytest.raises(ValueError, match="backend 'llvm' does not support this call: it is for sigmoid_attention"):
+            sigmoid_kvcache_attention(torch.randn(1, 1, 2, 8), *cache, bias=-2.0)
+    with pytest.raises(KeyError), sigattn.backend("llvm"):
+        raise KeyError
+    sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="unknown backend 'math'"), sigattn.backend("math"):
+        pass
+
+
+def test_other_threads_are_not_affected():
+    results = []
+    with sigattn.backend("llvm"):
+        thread = threading.Thread(
+            target=lambda: results.append(sigmoid_attention(*operands(), enable_gqa=True, **CAPPED))
+        )
+        thread.start()
+        thread.join()
+    assert len(results) == 1
+
+
+def ops_of(graph):
+    return [node.target for node in graph.nodes if "sigattn" in str(node.target)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_programs_of_pytorchs_operators_alone(strict):
+    """Exported with "reference", a program has none of our ops, and is right at other sizes."""
+    b, n, m = Dim("b"), Dim("n"), Dim("m")
+    shapes = ({0: b, 2: n}, {0: b, 2: m}, {0: b, 2: m}, {0: b}, {0: b, 2: n, 3: m})
+    first = arguments(3, 11, 7)
+    assert len(ops_of(torch.export.export(Model(), first, dynamic_shapes=shapes, strict=strict).graph)) == 5
+    with sigattn.backend("reference"):
+        program = torch.export.export(Model(), first, dynamic_shapes=shapes, strict=strict)
+    assert not ops_of(program.graph)
+    for size in ((5, 29, 13), (2, 2, 3)):
+        args = arguments(*size)
+        doubles = (t.double() if t.is_floating_point() else t for t in args)
+        for out, truth in zip(program.module()(*args), Model()(*doubles), strict=True):
+            torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_functions_follow_the_context():
+    graphs = []
+
+    def recorder(module, _):
+        graphs.append(ops_of(module.graph))
+        return module.forward
+
+    compiled = torch.compile(lambda *args: sigmoid_attention(*args, is_causal=True, normalize=True), backend=recorder)
+    args = operands(heads=4)
+    truth = sigmoid_attention(*args, is_causal=True, normalize=True)
+    for expected in ([1], [1, 0], [1, 0]):
+        if len(expected) == 2 and len(graphs) == 1:
+            with sigattn.backend("reference"):
+                torch.testing.assert_close(compiled(*args), truth)
+        else:
+            torch.testing.assert_close(compiled(*args), truth)
+        assert [len(ops) for ops in graphs] == expected
+
+
+def test_derivatives_of_layers_in_the_compiled_formula():
+    """A gradient of "reference" in a compiled graph is that of the eager call."""
+    args = [t.requires_grad_() for t in operands(heads=4)]
+    expected = torch.autograd.grad(sigmoid_attention(*args, normalize=True).square().sum(), args)
+    with sigattn.backend("reference"):
+        out = torch.compile(lambda *args: sigmoid_attention(*args, normalize=True), backend="aot_eager")(*args)
+    for grad, truth in zip(torch.autograd.grad(out.square().sum(), args), expected, strict=True):
+        torch.testing.assert_close(grad, truth)
