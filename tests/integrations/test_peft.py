@@ -1,5 +1,7 @@
 """Adapters of peft on a converted model: trained with its biases, saved, and loaded on the saved model."""
 
+import math
+
 import pytest
 import torch
 
@@ -82,24 +84,28 @@ def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):
     assert all((a != b).any() for a, b in zip(moved, first.values(), strict=True))
 
 
-def test_a_lora_of_multihead_attention_comes_before_the_conversion():
-    """peft reads an attribute of converted layers that keeps PyTorch's fused softmax away, and refuses them."""
-
-    def encoder():
-        layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.0)
-        return torch.nn.TransformerEncoder(layer, 1).eval()
-
-    lora, x = peft.LoraConfig(r=2, target_modules=["self_attn"]), torch.randn(2, 7, 16)
-    adapted = peft.get_peft_model(encoder(), lora).eval()
+@pytest.mark.parametrize("is_converted_first", [True, False])
+def test_adapters_of_multihead_attention(is_converted_first):
+    """LoRA of ``nn.MultiheadAttention`` in PyTorch's encoder, whose fused layer would compute a softmax."""
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), 2)
+    if is_converted_first:
+        convert(encoder, normalize=False)
+    adapted = peft.get_peft_model(encoder, peft.LoraConfig(r=2, target_modules=["self_attn"])).eval()
+    if not is_converted_first:
+        convert(adapted, normalize=False)
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
-                p.normal_()
-    convert(adapted)
-    found = adapted(x)
-    merged, expected = adapted.merge_and_unload(), encoder()
-    expected.load_state_dict(merged.state_dict())
-    convert(expected)
-    torch.testing.assert_close(found, expected(x))
-    with pytest.raises(ValueError, match="Only same embed for query/key/value"):
-        peft.get_peft_model(expected, lora)
+                p.normal_(std=0.1)
+    layer, x = encoder.layers[0].self_attn, torch.randn(3, 10, 32)
+    with torch.no_grad():
+        out = layer(x, x, x)[0]
+        of_the_encoder = adapted(x)
+        merged = adapted.merge_and_unload()
+        query, key, value = merged.layers[0].self_attn.in_proj_weight.chunk(3)
+        q, k, v = ((x @ w.T).unflatten(-1, (4, 8)).transpose(1, 2).double() for w in (query, key, value))
+        weights = torch.sigmoid(q @ k.mT / 8**0.5 - math.log(10))
+        expected = (weights @ v).transpose(1, 2).flatten(2).float() @ merged.layers[0].self_attn.out_proj.weight.T
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(merged(x), of_the_encoder, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged.requires_grad_()(x), of_the_encoder, atol=1e-4, rtol=1e-4)

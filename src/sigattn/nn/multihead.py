@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used."""
-        return False
+        """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used; but for peft."""
+        return not torch.compiler.is_compiling() and is_asked_by_peft(sys._getframe(1))
 
     def _reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.MultiheadAttention`` does, which would ask for the property above."""
@@ -103,6 +105,15 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return out.transpose(0, 1) if swap else out, weights
+
+
+def is_asked_by_peft(caller: types.FrameType) -> bool:
+    """Return True if peft itself, which adapts only such layers, reads ``_qkv_same_embed_dim``.
+
+    Its layer has a property of that name, which passes on this layer's answer.
+    """
+    name = caller.f_globals.get("__name__", "")
+    return name.startswith("peft.") and caller.f_code.co_name != "_qkv_same_embed_dim"
 
 
 def describe_settings(layer: Any) -> str:

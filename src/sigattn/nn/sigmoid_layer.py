@@ -21,7 +21,12 @@ from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.code_search import calling_methods
-from sigattn.nn.multihead import SigmoidMultiheadAttention, describe_settings, multi_head_attention_forward
+from sigattn.nn.multihead import (
+    SigmoidMultiheadAttention,
+    describe_settings,
+    is_asked_by_peft,
+    multi_head_attention_forward,
+)
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
@@ -92,7 +97,7 @@ class _UnfusedMultihead:
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        return False
+        return not torch.compiler.is_compiling() and is_asked_by_peft(sys._getframe(1))
 
 
 @functools.cache

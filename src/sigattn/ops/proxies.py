@@ -21,5 +21,7 @@ def record_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Proxy):
             tracer: Any = argument.tracer
+            if module is tracer.root:
+                raise TypeError(f"{type(module).__name__} is one node for torch.fx: trace a module that contains it")
             return tracer.create_proxy("call_module", tracer.path_of_module(module), tuple(args), dict(kwargs))
     return None
