@@ -24,8 +24,8 @@ from benchmarks.tables import print_rows
 from benchmarks.timing import time_calls
 from sigattn.nn.attention import Attention
 from sigattn.nn.block import Block
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.train.optimizer import make_optimizer
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 

@@ -23,8 +23,8 @@ from sigattn.data.dataset import Data
 from sigattn.data.digits import Digits
 from sigattn.data.text import TextData
 from sigattn.models.vision import SIZES
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics, trainer
 from sigattn.validation import check_at_least, check_positive
 

@@ -32,7 +32,7 @@ from experiments.experiment import (
 from sigattn.data.text import TextData, load_text
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 VARIANTS: dict[str, dict[str, Any]] = {

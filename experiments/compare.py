@@ -28,8 +28,8 @@ from experiments.pages import markdown_table
 from sigattn.data.dataset import Batch
 from sigattn.data.digits import Digits
 from sigattn.models.vision import ViT
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.train import metrics
 from sigattn.train.probe import extract_features, linear_probe
 from sigattn.validation import SettingsError, check_at_least

@@ -19,8 +19,8 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import BatchLengthBias
 from sigattn.optional import explain_import_errors
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 LLAMA, WEAK, PEAKY = "Llama", "RoPE, weak", "RoPE, peaky"

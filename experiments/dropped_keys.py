@@ -25,7 +25,7 @@ from experiments.instrumentation import replaced_attention
 from sigattn.data.text import TextData, load_text
 from sigattn.nn import functional
 from sigattn.ops import reference
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 WAYS = ("softmax, not rescaled", "softmax, rescaled", "sigmoid")

@@ -18,8 +18,8 @@ from experiments.ablation import SPIKES, Ablation, Claim
 from experiments.experiment import LANGUAGE, Setting
 from experiments.position_ablation import one_block_recipe
 from experiments.run_file import Trainings
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 NORMS: dict[str, dict[str, Any]] = {
     "softmax, pre, ALiBi": {"activation": "softmax"},

@@ -16,8 +16,8 @@ from typing import Any
 
 from experiments import drawing, intervals, sweep
 from experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 BIASES = (-15.0, -10.0, -6.0, -4.0, -1.0)

@@ -14,8 +14,8 @@ from typing import Any
 
 from experiments import drawing, intervals, sweep
 from experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 POSITIONS: dict[str, dict[str, Any]] = {
     "SinCos": {"position": "sincos", "attention_bias": 0.0},

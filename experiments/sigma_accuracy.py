@@ -29,7 +29,7 @@ from experiments.instrumentation import replace_attention
 from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
 from sigattn.ops import reference
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 HARDWARE_BITS = 17

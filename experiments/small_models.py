@@ -43,9 +43,8 @@ from sigattn.data.dataset import Batch
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.nn.guide import recommend
-from sigattn.recipes import datasets
+from sigattn.recipes import datasets, find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

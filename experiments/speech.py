@@ -19,8 +19,8 @@ from experiments.run_file import Trainings
 from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import CharTokenizer, Speech
 from sigattn.models.speech import SpeechModelConfig
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.ctc import CTC
 
 if TYPE_CHECKING:

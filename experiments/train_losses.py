@@ -26,8 +26,8 @@ from experiments.experiment import (
     Setting,
     select,
 )
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

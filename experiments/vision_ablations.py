@@ -15,8 +15,8 @@ from typing import Any
 from experiments import sweep
 from experiments.ablation import Ablation, Claim
 from experiments.experiment import Experiment, Setting
+from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 
 NEITHER: dict[str, Any] = {"qk_norm": "none", "init_values": None}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """``sigattn convert``: from a softmax run to a converted, fine-tuned run that the other commands use."""
 
-import argparse
 import json
 import signal
 
@@ -24,7 +23,7 @@ def run(tmp_path_factory):
     cli.main(["train", "lm-1b-2k", "--tiny", "--softmax", "--folder", str(folder), *QUICK])
     recipe, _, _ = read_run(folder)
     recipe = recipe.with_training(tensor_parallel=2)  # as if trained on two processes
-    write_run(folder, recipe, "lm-1b-2k-tiny-softmax", argparse.Namespace(data=None, tokenizer=None))
+    write_run(folder, recipe, "lm-1b-2k-tiny-softmax", None, None)
     return folder
 
 
@@ -69,7 +68,7 @@ def test_interrupted_and_resumed_with_distillation(run, tmp_path, capsys, monkey
                 signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr("sigattn.cli.convert.TrainingProgress", Interrupting)
+        patch.setattr("sigattn.cli.runs.TrainingProgress", Interrupting)
         with pytest.raises(SystemExit) as stopped:
             cli.main([*steps, "--folder", str(tmp_path / "parts")])
     assert stopped.value.code == 130

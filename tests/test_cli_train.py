@@ -13,7 +13,7 @@ from PIL import Image
 from sigattn import cli
 from sigattn.models.saving import load
 from sigattn.models.vision import ViT, ViTConfig
-from sigattn.recipes.registry import RECIPES, find_recipe
+from sigattn.recipes import RECIPES, find_recipe
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
 from tests.integrations.tasks import write_task
@@ -198,7 +198,7 @@ class TestTrain:
 def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     names = ("vit-mae", "lm-1b-2k")  # each is built to count its parameters
     with monkeypatch.context() as patch:
-        patch.setattr("sigattn.cli.recipes.RECIPES", {name: RECIPES[name] for name in names})
+        patch.setattr("sigattn.cli.train.RECIPES", {name: RECIPES[name] for name in names})
         out = said(capsys, "recipes")
     for name in names:
         assert name in out

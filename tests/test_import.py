@@ -22,8 +22,8 @@ sys.modules.update(dict.fromkeys({FORBIDDEN!r}))
 for name in sigattn.__all__:
     getattr(sigattn, name)
 from sigattn.models import autoencoder, language, saving, speech, vision
-from sigattn.recipes import registry
-saving.build(registry.find_recipe("lm-kappa-1-tiny").model)
+from sigattn.recipes import find_recipe
+saving.build(find_recipe("lm-kappa-1-tiny").model)
 """
 SLOW = ("matplotlib", "sympy", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers")
 COMMAND_LINE = f"""

@@ -17,7 +17,7 @@ from sigattn.cli.runs import read_run, write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.tokens import load_packed
 from sigattn.models import saving
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import find_recipe
 from sigattn.train import loop
 from tests.test_cli import contents, failure
 
@@ -29,8 +29,7 @@ USAGE, DATA = 2, 1
 def run(tmp_path):
     """A run folder of a language model of bytes, as sigattn train leaves it."""
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(num_layers=1, embed_dim=16, num_heads=2, max_seq_len=16)
-    options = type("Options", (), {"data": None, "tokenizer": None})()
-    write_run(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
+    write_run(tmp_path / "run", recipe, "lm-1b-2k-tiny", None, None)
     saving.save(saving.build(recipe.model), tmp_path / "run" / "model")
     return tmp_path / "run"
 
@@ -277,7 +276,7 @@ def test_where_results_go(corpus, capsys):
     mistake([*pack, text, "--save", corpus / "x.bin"], DATA, "cannot read the tokenizer", capsys)
     mistake([*learn, "--save", file / "x"], DATA, f"{file}: ", capsys)
     mistake(["train", *TINY, "--folder", file], DATA, f"{file}", capsys)
-    mistake(["demo", "--run-folder", file], DATA, f"cannot write to the run folder {file}", capsys)
+    mistake(["demo", "--run-folder", file], DATA, f"name a folder to write into, got the file {file}", capsys)
     mistake(["evaluate", file], DATA, f"{file}", capsys)
     mistake(["demo", "--text", corpus / "folder.bin"], DATA, "looked for .txt, .md, .rst, .py files", capsys)
     mistake(["train", "asr-ls960", "--data", "/nowhere"], DATA, "no such file or folder: /nowhere", capsys)
@@ -437,7 +436,7 @@ def test_defects_keep_their_traceback(monkeypatch):
     def broken(*_args):
         raise ValueError("a defect")
 
-    monkeypatch.setattr("sigattn.cli.recipes._print_recipe", broken)
+    monkeypatch.setattr("sigattn.cli.train._print_recipe", broken)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["recipes", "lm-1b-2k"])
 

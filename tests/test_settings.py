@@ -17,7 +17,7 @@ from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
 from sigattn.models.vision import ViTConfig
-from sigattn.recipes.registry import RECIPES
+from sigattn.recipes import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError, check_at_least
@@ -121,7 +121,6 @@ def test_the_sweep_reaches_the_command_line_s_settings():
         "TrainConfig",
         "DemoConfig",
         "ComparisonConfig",
-        "TheoryConfig",
         "CpuBenchmark",
         "SpeechModelConfig",
         "BYOL",

@@ -1,4 +1,4 @@
-"""JSON files, checksums, and errors of writes, with messages that name the file."""
+"""JSON files, hashes, checksums of folders, and errors of writes, with messages that name the file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 Kind = type | tuple[type, ...]
 TEXT_OR_NONE = (str, NoneType)
 CHECKSUMS = "SHA256SUMS"  # file of a folder, in the format of the command sha256sum
+MAX_HASHED_BYTES = 1 << 30  # collections up to this size are hashed with contents (seconds); ImageNet has 150 GB
 
 
 class FileFormatError(Exception):
@@ -23,9 +24,7 @@ class FileFormatError(Exception):
 def read_json_object(path: Path, **keys: Kind) -> dict[str, Any]:
     """Return the object in a JSON file, which must have these keys with values of these types.
 
-    Raises:
-        FileFormatError: if the file is not valid JSON or not an object, lacks a key, or has a value of another type.
-        OSError: if the file cannot be read.
+    Raises FileFormatError if it is no JSON object, lacks a key, or has a value of another type.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -64,17 +63,30 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def files_sha256(files: Iterable[tuple[str, Path]]) -> str:
+    """Return a hash of named files: of names and sizes, and of contents if all sizes sum to ≤ ``MAX_HASHED_BYTES``.
+
+    Missing and unreadable files do not raise; they enter the hash as missing or unreadable.
+    """
+    sizes = [(name, path, path.stat().st_size if path.is_file() else None) for name, path in files]
+    with_contents = sum(size or 0 for _, _, size in sizes) <= MAX_HASHED_BYTES
+    digest = hashlib.sha256()
+    for name, path, size in sizes:
+        try:
+            content = file_sha256(path) if with_contents and size is not None else ""
+        except OSError as error:
+            content = f"unreadable: {error.errno}"
+        digest.update(f"{name}\0{size}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
 def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
     """Write the checksums of a folder's files, by name."""
     write_text(folder / CHECKSUMS, "".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums of a folder's files, by name.
-
-    Raises:
-        FileFormatError: if their file is missing or damaged.
-    """
+    """Return the checksums of a folder's files, by name; raise FileFormatError if they are missing or damaged."""
     path = folder / CHECKSUMS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -92,12 +104,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Require that files of a folder are as they were when their checksums were written.
-
-    Raises:
-        FileFormatError: if the content of a file has changed, or a file or its checksum is missing.
-        OSError: if a file cannot be read.
-    """
+    """Raise FileFormatError if files of a folder, or their checksums, have changed or are missing."""
     checksums = read_checksums(folder)
     for name in names:
         if file_sha256(folder / name) != checksums.get(name):

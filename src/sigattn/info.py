@@ -18,10 +18,8 @@ def list_devices() -> list[torch.device]:
     """Return the CPU and all accelerators that PyTorch can use."""
     devices = [torch.device("cpu")]
     if torch.accelerator.is_available():
-        devices += [
-            torch.device(f"{torch.accelerator.current_accelerator()}:{i}")
-            for i in range(torch.accelerator.device_count())
-        ]
+        kind = torch.accelerator.current_accelerator()
+        devices += [torch.device(f"{kind}:{i}") for i in range(torch.accelerator.device_count())]
     return devices
 
 
@@ -33,37 +31,29 @@ def describe() -> str:
         f"{torch.backends.cpu.get_cpu_capability()}",
     ]
     accelerators = list_devices()[1:]
-    lines += [f"{d}: {_name(d)}" for d in accelerators] or ["no accelerator that PyTorch can use"]
+    for d in accelerators:
+        lines.append(f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else d.type}")
+    if not accelerators:
+        lines.append("no accelerator that PyTorch can use")
     for device in list_devices():
         lines.append(f"\non {device}:")
         lines += _backends(device)
     return "\n".join(lines)
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
     lines = []
-    defaults = {dtype: DENSE.choose(_example(device, dtype), None) for dtype in _DTYPES}
+    problems = {}
+    for dtype in _DTYPES:
+        t = torch.empty(1, 1, 128, 64, device=device, dtype=dtype)
+        problems[str(dtype).removeprefix("torch.")] = Problem(t, t, t)
+    defaults = {dtype: DENSE.choose(problem, None) for dtype, problem in problems.items()}
     for name, backend in DENSE.backends.items():
-        reasons = {dtype: backend.unavailable(_example(device, dtype)) for dtype in _DTYPES}
+        reasons = {dtype: backend.unavailable(problem) for dtype, problem in problems.items()}
         supported = [
-            f"{_short(d)} (default)" if defaults[d] == name else _short(d)
-            for d, reason in reasons.items()
-            if reason is None
+            f"{dtype} (default)" if defaults[dtype] == name else dtype for dtype, r in reasons.items() if r is None
         ]
         lines.append(f"  {name:<10} {', '.join(supported) or 'nothing'}")
-        lines += [f"             not {_short(d)}: {reason}" for d, reason in reasons.items() if reason is not None]
+        lines += [f"             not {dtype}: {reason}" for dtype, reason in reasons.items() if reason is not None]
     return lines
-
-
-def _example(device: torch.device, dtype: torch.dtype) -> Problem:
-    t = torch.empty(1, 1, 128, 64, device=device, dtype=dtype)
-    return Problem(t, t, t)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

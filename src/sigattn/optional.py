@@ -14,14 +14,10 @@ class MissingPackageError(ImportError):
 
 
 def require(package: str, purpose: str, install: str) -> Any:
-    """Import a package.
+    """Import a package or a module in it. Raises MissingPackageError if it is not installed.
 
     Args:
-        package: its name, or a module in it. purpose: the feature that needs it, in the plural.
-        install: argument of pip install.
-
-    Raises:
-        MissingPackageError: if it is not installed.
+        purpose: the feature that needs it, in the plural. install: argument of pip install.
     """
     try:
         return importlib.import_module(package)
@@ -33,14 +29,9 @@ def require(package: str, purpose: str, install: str) -> Any:
 
 @contextlib.contextmanager
 def explain_import_errors(extra: str) -> Iterator[None]:
-    """Restate an import error raised inside the block.
+    """Raise MissingPackageError for an import error in the context; it names the package and the extra to install.
 
-    Args:
-        extra: the extra of this package that installs what is imported.
-
-    Raises:
-        MissingPackageError: naming the missing package, or torchvision and torch if their builds are incompatible,
-            which makes the import of timm and transformers fail as well.
+    It names torchvision and torch if their builds are incompatible: the import of timm and transformers fails then.
     """
     try:
         yield

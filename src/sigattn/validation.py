@@ -91,11 +91,7 @@ def check_among(allowed: tuple[str, ...], config: object, *names: str) -> None:
 def check_output_file(path: Path | None, source: Path | None = None) -> None:
     """Require a path at which a file can be written, before the work whose result it will hold.
 
-    Args:
-        source: a file that the work reads, which must not be overwritten.
-
-    Raises:
-        NotADirectoryError: if a parent of the path is a file.
+    ``source`` is a file that the work reads, which must not be overwritten. Raises also NotADirectoryError.
     """
     if path is None:
         return
@@ -109,9 +105,7 @@ def check_output_file(path: Path | None, source: Path | None = None) -> None:
 def check_output_folder(path: Path) -> None:
     """Require a path at which a folder exists or can be made, before the work whose results it will hold.
 
-    Raises:
-        FileExistsError: if the path is a file.
-        NotADirectoryError: if a parent of the path is a file.
+    Raises FileExistsError or NotADirectoryError if the path or a parent is a file.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"name a folder to write into, got the file {path}")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from sigattn.data import hashing
+import sigattn.files
 from sigattn.data.images import ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 
@@ -22,36 +22,27 @@ def test_files(tmp_path, monkeypatch):
         path.write_bytes(b"content")
     (tmp_path / "folder").mkdir()
     files.append(("folder", tmp_path / "folder"))
-    before = hashing.files_sha256(files)
-    assert hashing.files_sha256(files) == before
+    before = sigattn.files.files_sha256(files)
+    assert sigattn.files.files_sha256(files) == before
     changed(files[0][1])
-    assert hashing.files_sha256(files) != before
-    monkeypatch.setattr(hashing, "MAX_BYTES", 10)  # names and sizes alone
-    large = hashing.files_sha256(files)
+    assert sigattn.files.files_sha256(files) != before
+    monkeypatch.setattr(sigattn.files, "MAX_HASHED_BYTES", 10)  # names and sizes alone
+    large = sigattn.files.files_sha256(files)
     changed(files[0][1])
-    assert hashing.files_sha256(files) == large
+    assert sigattn.files.files_sha256(files) == large
     files[0][1].write_bytes(b"contents")
-    assert hashing.files_sha256(files) != large
+    assert sigattn.files.files_sha256(files) != large
 
 
 def test_unreadable_file_is_hashed_as_unreadable(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"content")
-    readable = hashing.files_sha256([("a", tmp_path / "a")])
+    readable = sigattn.files.files_sha256([("a", tmp_path / "a")])
 
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(hashing, "file_sha256", refuse)
-    assert hashing.files_sha256([("a", tmp_path / "a")]) != readable
-
-
-def test_changed_file_is_hashed_again(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"one")
-    first = hashing.file_sha256(path)
-    path.write_bytes(b"two")
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    assert hashing.file_sha256(path) != first
+    monkeypatch.setattr(sigattn.files, "file_sha256", refuse)
+    assert sigattn.files.files_sha256([("a", tmp_path / "a")]) != readable
 
 
 def png(shade):

@@ -8,10 +8,9 @@ import torch
 
 from sigattn.data import speech
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
-from sigattn.data.dataset import DataError, PlaceholderBatch
+from sigattn.data.dataset import DataError, PlaceholderBatch, UnreadableFiles
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.speech_features import log_mel, mel_filters, spec_augment
-from sigattn.data.unreadable import UnreadableFiles
 
 soundfile = pytest.importorskip("soundfile")
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"

@@ -9,11 +9,10 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import hub_documents, iter_documents
-from sigattn.data.stream import StreamedText
+from sigattn.data.text import StreamedText
 from sigattn.data.tokens import END, pack_corpus, train_tokenizer
 from sigattn.optional import MissingPackageError
-from sigattn.recipes import datasets
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import datasets, find_recipe
 
 pytest.importorskip("datasets")
 DOCUMENTS = [f"document {i}: " + "abc " * (i % 5) for i in range(60)]

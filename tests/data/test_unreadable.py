@@ -2,8 +2,7 @@
 
 import pytest
 
-from sigattn.data.dataset import DataError
-from sigattn.data.unreadable import MAX_NAMED, UnreadableFiles
+from sigattn.data.dataset import MAX_NAMED, DataError, UnreadableFiles
 
 
 def test_many_unreadable_files_take_few_lines(capsys):

@@ -1,6 +1,5 @@
 """Run files of the paper's tables: every command parses to the intended settings, and every variant trains."""
 
-import importlib
 import shlex
 from dataclasses import replace
 
@@ -10,13 +9,13 @@ import torch
 from experiments import language_ablations, speech_tables, vision_ablations
 from experiments.experiment import ExperimentError, Setting
 from experiments.registry import EXPERIMENTS
+from sigattn.cli import train
 from sigattn.models.language import LanguageModel
 from sigattn.models.speech import SpeechModel
 from sigattn.models.vision import ViT
-from sigattn.recipes.registry import find_recipe
+from sigattn.recipes import find_recipe
 from sigattn.tasks import CTC, Classification
 
-TRAIN = importlib.import_module("sigattn.cli.train")  # the package has a function of this name
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*Deprec")
 TABLES = {e.name: e for m in (language_ablations, speech_tables, vision_ablations) for e in m.EXPERIMENTS}
 SPEECH = (speech_tables.STABILITY, speech_tables.HYBRIDS, speech_tables.POSTS, speech_tables.STRUCTURES)
@@ -38,7 +37,7 @@ def test_commands_parse_to_the_settings(name, tmp_path):
         known |= set(changes.items())
         program, command, recipe_name, *arguments = shlex.split(line)
         assert (program, command, recipe_name) == ("sigattn", "train", recipe)
-        options = TRAIN._options(find_recipe(recipe), arguments)
+        options = train._options(find_recipe(recipe), arguments)
         model = {k: v for k, v in changes.items() if not k.startswith("training.")}
         assert options.model == find_recipe(recipe).with_transformer(**model).model
         assert options.training.seed == i // (len(lines) // 2)

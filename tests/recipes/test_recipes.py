@@ -10,8 +10,8 @@ import torch
 
 from sigattn.models.saving import build, load, save
 from sigattn.nn.guide import recommend
+from sigattn.recipes import RECIPES, RecipeError, find_recipe
 from sigattn.recipes.datasets import load_dataset
-from sigattn.recipes.registry import RECIPES, RecipeError, find_recipe
 from sigattn.validation import SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")

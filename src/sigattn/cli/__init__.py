@@ -10,13 +10,11 @@ try:
     from sigattn import __version__, info
     from sigattn.cli.convert import convert_run
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
-    from sigattn.cli.demo import train_demo
     from sigattn.cli.errors import exit_on_errors
     from sigattn.cli.evaluate import evaluate, export, generate, lm_eval, probe
     from sigattn.cli.parsing import run_command
-    from sigattn.cli.recipes import list_recipes
     from sigattn.cli.theory import check_theory
-    from sigattn.cli.train import train_recipe
+    from sigattn.cli.train import list_recipes, train_demo, train_recipe
 
     if importlib.util.find_spec("matplotlib") is None:  # imported only where a figure is drawn, after the training
         raise ModuleNotFoundError(name="matplotlib")
@@ -33,14 +31,14 @@ def show_info() -> None:
     print(info.describe())
 
 
-def train() -> None:
+def train_help() -> None:
     """Train a recipe: sigattn train NAME --help lists every setting; sigattn recipes lists the names."""
 
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "demo": train_demo,
     "recipes": list_recipes,
-    "train": train,
+    "train": train_help,
     "evaluate": evaluate,
     "generate": generate,
     "probe": probe,

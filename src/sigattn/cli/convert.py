@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,17 @@ import torch
 import tyro
 from rich.console import Console
 
-from sigattn.cli.progress import TrainingProgress
-from sigattn.cli.runs import read_run, write_run
+from sigattn.cli.runs import check_run_folder, read_run, run_training, write_run
 from sigattn.conversion import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models import saving
 from sigattn.nn.evaluation import evaluation_mode
-from sigattn.recipes import datasets
-from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import RECIPES
-from sigattn.tasks import Distillation, Task
-from sigattn.train import loop, metrics
-from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
-from sigattn.validation import (
-    SettingsError,
-    check_at_least,
-    check_not_negative,
-    check_output_folder,
-    check_positive,
-)
+from sigattn.recipes import RECIPES, Recipe, load_dataset
+from sigattn.tasks import Distillation
+from sigattn.train import metrics
+from sigattn.train.checkpoint import list_checkpoints
+from sigattn.validation import SettingsError, check_at_least, check_not_negative, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,45 +66,45 @@ def convert_run(options: ConvertConfig) -> None:
     """Convert a softmax model to sigmoid attention with a fitted bias, and fine-tune it if wanted."""
     if init_process_mesh().world_size > 1:
         raise SettingsError("sigattn convert runs on one process: start it without torchrun")
-    recipe, model_folder, options = _read(options)
+    source = options.source
+    model_folder = source / "model" if (source / "model").is_dir() else source
+    recipe, data_path, tokenizer = _read(source, model_folder)
     recipe = recipe.with_training(**_training(recipe, options))
-    assert options.folder is not None
-    check_output_folder(options.folder)
-    task = recipe.task
-    if options.distil:
-        task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
-    if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
-        raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
-    if not options.resume:
-        check_no_checkpoints(options.folder)
-    elif not list_checkpoints(options.folder / "checkpoints"):
-        print(f"nothing to resume in {options.folder}: starting")
-    data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
-    console = Console()
-    model, report, stages = _convert(recipe, model_folder, data, options, console)
+    data_path, tokenizer = options.data or data_path, options.tokenizer or tokenizer
+    folder = options.folder or source.with_name(f"{source.resolve().name}-sigmoid")
+    if (folder / "model").exists() and not list_checkpoints(folder / "checkpoints"):
+        raise SettingsError(f"{folder} holds a model already: name another folder", "folder")
+    check_run_folder(folder, options.resume)
+    data = load_dataset(recipe, data_path, tokenizer=tokenizer)
+    model, report, stages = _convert(recipe, model_folder, data, options.batches)
     recipe = dataclasses.replace(recipe, model=model.config)
+
+    def write() -> None:
+        write_run(folder, recipe, recipe.name, data_path, tokenizer)
+        report.save(folder / "conversion.json")
+
     if options.steps:
-        rows = _fine_tune(recipe, task, model, report, data, options)
+        trained = recipe
+        if options.distil:
+            teacher = str(model_folder.resolve())
+            task = Distillation(task=recipe.task, teacher=teacher, weight=options.distil)
+            trained = dataclasses.replace(recipe, task=task)
+        weights = model.state_dict()
+        rows = run_training(trained, data, folder, resume=options.resume, on_start=write, weights=weights)
         stages[f"fine-tuned, {options.steps} steps"] = metrics.last_validation(rows)
     else:
-        _write_run(recipe, report, options)
-        saving.save(model, options.folder / "model")
+        write()
+        saving.save(model, folder / "model")
     for name, values in stages.items():
         print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
     if summary := data.unreadable_summary():
         print(summary)
-    print(f"model: {options.folder / 'model'}")
+    print(f"model: {folder / 'model'}")
 
 
-def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
-    """Return the recipe, the folder of the model, and the options with the run's data, tokenizer and folder.
-
-    Raises:
-        DataError: if the source holds neither a run nor a model. ModelError: if the model cannot be loaded.
-        SettingsError: if it is none that this command converts.
-    """
-    source, data, tokenizer = options.source, None, None
-    model_folder = source / "model" if (source / "model").is_dir() else source
+def _read(source: Path, model_folder: Path) -> tuple[Recipe, Path | None, Path | None]:
+    """Return the recipe of a run or a model, and the paths of a run's data and tokenizer; raise if it is neither."""
+    data, tokenizer = None, None
     if (source / "run.json").exists():
         recipe, data, tokenizer = read_run(source)
         recipe = dataclasses.replace(recipe, name=recipe.name.replace("-softmax", ""))
@@ -131,21 +121,11 @@ def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
             f"{source} was trained with {type(recipe.task).__name__}, whose additional layers are not saved: convert "
             "its model in Python with sigattn.convert"
         )
-    options = dataclasses.replace(
-        options,
-        data=options.data or data,
-        tokenizer=options.tokenizer or tokenizer,
-        folder=options.folder or source.with_name(f"{source.resolve().name}-sigmoid"),
-    )
-    return recipe, model_folder, options
+    return recipe, data, tokenizer
 
 
 def _recipe_of_model(source: Path, config: Any) -> Recipe:
-    """Return a tiny recipe, whose task and data are those of a model without a run, with the model's configuration.
-
-    Raises:
-        SettingsError: if models of this class are trained for several tasks, or for one that adds layers.
-    """
+    """Return a tiny recipe, whose task and data are those of a model without a run, with the model's configuration."""
     recipes = [recipe for make in RECIPES.values() if type((recipe := make().tiny()).model) is type(config)]
     recipes = [recipe for recipe in recipes if _saves_all_layers(recipe.softmax())]  # softmax: does not warn
     if len({type(recipe.task) for recipe in recipes}) != 1:
@@ -155,8 +135,7 @@ def _recipe_of_model(source: Path, config: Any) -> Recipe:
 
 def _saves_all_layers(recipe: Recipe) -> bool:
     """Return True if the task adds no layers to the model; added layers are not saved."""
-    with torch.device("meta"):
-        module = recipe.task.build(recipe.model)
+    module = recipe.task.check(recipe.model)
     return recipe.task.backbone(module) is module
 
 
@@ -178,10 +157,10 @@ def _training(recipe: Recipe, options: ConvertConfig) -> dict[str, Any]:
 
 
 def _convert(
-    recipe: Recipe, model_folder: Path, data: Data, options: ConvertConfig, console: Console
+    recipe: Recipe, model_folder: Path, data: Data, num_batches: int
 ) -> tuple[Any, ConversionReport, dict[str, dict[str, float]]]:
     """Return the converted model, the report, and the held-out metrics before and after the conversion."""
-    device, training = init_process_mesh().device, recipe.training
+    console, device, training = Console(), init_process_mesh().device, recipe.training
 
     def on_device(batch: Batch) -> Batch:
         return tuple(t.to(device) for t in batch)
@@ -194,36 +173,8 @@ def _convert(
     with console.status("evaluating the softmax model"):
         before = evaluate()
     with console.status("fitting the bias"):
-        batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(options.batches)]
+        batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(num_batches)]
         report = convert(model, batches, loss=recipe.task.loss)
     console.print(str(report), highlight=False, markup=False, soft_wrap=True)
     with console.status("evaluating the converted model"):
         return model, report, {"softmax": before, "converted": evaluate()}
-
-
-def _write_run(recipe: Recipe, report: ConversionReport, options: ConvertConfig) -> None:
-    """Write run.json and conversion.json into the folder."""
-    assert options.folder is not None
-    write_run(options.folder, recipe, recipe.name, options)
-    report.save(options.folder / "conversion.json")
-
-
-def _fine_tune(
-    recipe: Recipe, task: Task, model: Any, report: ConversionReport, data: Data, options: ConvertConfig
-) -> list[dict[str, Any]]:
-    """Train the converted model in the folder, and return the measurements of each step."""
-    assert options.folder is not None
-    folder = options.folder
-    with TrainingProgress(recipe.training.max_steps) as progress:
-        loop.train(
-            task,
-            recipe.model,
-            recipe.training,
-            data,
-            folder,
-            weights=model.state_dict(),
-            resume=options.resume,
-            on_row=functools.partial(progress.show, recipe.name),
-            on_start=lambda _: _write_run(recipe, report, options),
-        )
-    return metrics.read_metrics(folder / "metrics.jsonl")

@@ -18,7 +18,7 @@ from sigattn.data.dataset import DataError
 from sigattn.files import FileFormatError
 from sigattn.models.saving import ModelError
 from sigattn.optional import MissingPackageError
-from sigattn.recipes.registry import RecipeError
+from sigattn.recipes import RecipeError
 from sigattn.train.checkpoint import CheckpointError
 from sigattn.train.folder_lock import FolderInUseError
 from sigattn.train.trainer import Interrupted, NonFiniteLossError

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -18,7 +17,7 @@ from sigattn.data.tokens import END
 from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.vision import ViT
-from sigattn.recipes import datasets
+from sigattn.recipes import load_held_out
 from sigattn.tables import print_table
 from sigattn.train import loop
 from sigattn.train.probe import extract_features, linear_probe
@@ -34,7 +33,7 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
             dev-clean, dev-other, test-clean and test-other, TED-LIUM's root those by duration.
     """
     recipe, path, tokenizer = read_run(folder)
-    for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():
+    for part, source in load_held_out(recipe, data or path, tokenizer=tokenizer).items():
         metrics = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in metrics.items():
             print(f"{part} {key} {value:.6g}".strip())
@@ -80,22 +79,17 @@ def generate(
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
     ends += [] if end is None else [end]
-    try:
-        (made,) = model.generate(
-            [torch.tensor(encode(prompt), dtype=torch.int64)],
-            max_new_tokens,
-            temperature=0.7 if temperature is None else temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_tokens=ends,
-            generator=torch.Generator().manual_seed(seed),
-        )
-    except SettingsError:
-        raise
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    made = made.tolist()
-    print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
+    (result,) = model.generate(
+        [torch.tensor(encode(prompt), dtype=torch.int64)],
+        max_new_tokens,
+        temperature=0.7 if temperature is None else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_tokens=ends,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    tokens = result.tolist()
+    print(bytes(tokens).decode(errors="replace") if tokenizer is None else tokenizer.decode(tokens))
 
 
 def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
@@ -123,11 +117,7 @@ def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = 
     print(f"linear probe: top1 {linear_probe(*parts):.4f}")
 
 
-def export(
-    folder: Annotated[Path, tyro.conf.Positional],
-    save: Annotated[Path, tyro.conf.Positional],
-    /,
-) -> None:
+def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, tyro.conf.Positional], /) -> None:
     """Write a run's language model into a folder that transformers can load (AutoModelForCausalLM).
 
     Args:
@@ -136,11 +126,12 @@ def export(
     """
     if save.is_file() or any((save / name).exists() for name in ("run.json", "config.json")):
         raise DataError(f"{save} is a file, or holds a run or a model already: name another folder")
-    model_integration: Any = importlib.import_module("sigattn.integrations.transformers.model")
+    from sigattn.integrations.transformers.model import export as export_model
+
     model, tokenizer, end = load_language_model(folder)
     path = None if tokenizer is None else folder / TOKENIZER
     with saving.tensor_file_errors(save):
-        model_integration.export(model, save, path, None if end is None else END)
+        export_model(model, save, path, None if end is None else END)
     print(f"{save}: import sigattn.integrations.transformers, then AutoModelForCausalLM.from_pretrained")
 
 
@@ -164,12 +155,12 @@ def lm_eval(
         batch_size: number of sequences evaluated at a time.
     """
     check_at_least(1, {"limit": limit, "batch_size": batch_size})
-    harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
+    from sigattn.integrations import lm_eval as harness
+
     model, tokenizer, end = load_language_model(folder)
+    adapter = harness.SigattnLM(model, tokenizer, batch_size, end)
     try:
-        results = harness.evaluate(
-            harness.SigattnLM(model, tokenizer, batch_size, end), tasks, include=include, limit=limit
-        )
+        results = harness.evaluate(adapter, tasks, include=include, limit=limit)
     except ConnectionError as error:
         raise DataError(" ".join(str(error).split())) from error
     except ValueError as error:

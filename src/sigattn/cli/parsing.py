@@ -42,11 +42,9 @@ def _path(text: str) -> Path:
 
 
 def parse(parser: Callable[[], Parsed]) -> Parsed:
-    """Call a parser of tyro.
+    """Call a parser of tyro; raise SettingsError if a configuration rejects its arguments (tyro prints a box).
 
-    Raises:
-        SettingsError: if a configuration rejects its arguments. (tyro would print a box around the message.)
-        SystemExit: for --help, and for arguments that tyro rejects.
+    Exits for --help, and for arguments that tyro rejects.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:

@@ -10,7 +10,6 @@ conditions. ``python -m experiments regularity`` plots the figure "empirical reg
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,26 +18,16 @@ from sigattn.theory.statements import check_all
 from sigattn.validation import check_at_least
 
 
-@dataclass(frozen=True, kw_only=True)
-class TheoryConfig:
-    """Settings of the checks.
+def check_theory(limit: int = 50_000, longest: int = 8) -> None:
+    """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores).
 
-    Attributes:
+    Args:
         limit: largest number of tokens (inputs times sequence length) of an enumerated contextual mapping.
         longest: largest sequence length of an enumerated contextual mapping.
     """
-
-    limit: int = 50_000
-    longest: int = 8
-
-    def __post_init__(self) -> None:
-        check_at_least(4, self, "limit", "longest")  # the smallest values with which every statement has a case
-
-
-def check_theory(options: TheoryConfig) -> None:
-    """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores)."""
+    check_at_least(4, {"limit": limit, "longest": longest})  # the smallest with which every statement has a case
     console, counts = Console(), Counter[str]()
-    for s in check_all(options.limit, options.longest):
+    for s in check_all(limit, longest):
         colour = {"holds": "green", "fails": "red"}.get(s.verdict, "yellow")
         console.print(
             f"[{colour}]{s.verdict}[/{colour}]  [bold]{escape(s.claim)}[/bold]  ({s.where}; {s.cases:,} cases)"

@@ -1,27 +1,27 @@
-"""Command ``sigattn train``."""
+"""Commands ``sigattn train``, ``sigattn recipes`` and ``sigattn demo``."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 
 from sigattn.cli.parsing import parse
 from sigattn.cli.progress import TrainingProgress
-from sigattn.cli.runs import write_run
+from sigattn.cli.runs import check_run_folder, run_training, write_run
+from sigattn.demo import report
+from sigattn.demo import training as demo
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
-from sigattn.recipes import datasets
-from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import RECIPES, find_recipe
-from sigattn.train import loop, metrics
-from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
-from sigattn.validation import SettingsError, check_at_least, check_output_folder
+from sigattn.recipes import RECIPES, Recipe, find_recipe, load_dataset
+from sigattn.tables import print_table
+from sigattn.train import metrics
+from sigattn.train.checkpoint import list_checkpoints
+from sigattn.validation import check_at_least
 
 
 def train_recipe(arguments: list[str]) -> None:
@@ -36,8 +36,9 @@ def train_recipe(arguments: list[str]) -> None:
         if f"--{form}" in rest:
             rest.remove(f"--{form}")
             name = f"{name}-{form}"
-    options = _options(find_recipe(name), rest)
-    recipe = dataclasses.replace(find_recipe(name), model=options.model, task=options.task, training=options.training)
+    recipe = find_recipe(name)
+    options = _options(recipe, rest)
+    recipe = dataclasses.replace(recipe, model=options.model, task=options.task, training=options.training)
     try:
         _train(recipe, name, options)
     finally:
@@ -46,75 +47,110 @@ def train_recipe(arguments: list[str]) -> None:
 
 def _options(recipe: Recipe, arguments: list[str]) -> Any:
     """Parse the settings of a recipe, each with its flag, and the paths of data and results."""
-    fields: list[Any] = [
-        (
-            "data",
-            Annotated[Path | None, tyro.conf.arg(help="folder, file or hf:NAME:CONFIGURATION; see sigattn recipes")],
-            None,
-        ),
-        ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model; none for bytes")], None),
-        ("folder", Annotated[Path, tyro.conf.arg(help="for metrics, checkpoints, model")], Path("runs") / recipe.name),
-        ("resume", Annotated[bool, tyro.conf.arg(help="continue from the last checkpoint, if any")], False),
-        ("workers", Annotated[int, tyro.conf.arg(help="number of processes that read images")], 0),
+
+    def option(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
+        return name, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=default)
+
+    fields = [
+        option("data", Path | None, None, "folder, file or hf:NAME:CONFIGURATION; see sigattn recipes"),
+        option("tokenizer", Path | None, None, "of a language model; none for bytes"),
+        option("folder", Path, Path("runs") / recipe.name, "for metrics, checkpoints, model"),
+        option("resume", bool, False, "continue from the last checkpoint, if any"),
+        option("workers", int, 0, "number of processes that read images"),
     ]
-    fields += [
-        (n, type(v), v) for n, v in (("model", recipe.model), ("task", recipe.task), ("training", recipe.training))
-    ]
-    made = dataclasses.make_dataclass(
-        "Train", [(n, kind, dataclasses.field(default=value)) for n, kind, value in fields], frozen=True, kw_only=True
-    )
-    base = next(n for n in sorted(RECIPES, key=len, reverse=True) if recipe.name.startswith(n))
-    text = inspect.cleandoc(RECIPES[base].__doc__ or "")
-    text += "\n\nWith --tiny it is the small form for a CPU; with --softmax the attention is softmax."
-    options: Any = parse(lambda: tyro.cli(made, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
+    for name in ("model", "task", "training"):
+        settings = getattr(recipe, name)
+        fields.append((name, type(settings), dataclasses.field(default=settings)))
+    kind = dataclasses.make_dataclass("Train", fields, frozen=True, kw_only=True)
+    text = f"{_documentation(recipe.name)}\n\nWith --tiny it is the small form for a CPU; with --softmax the attention "
+    text += "is softmax."
+    options: Any = parse(lambda: tyro.cli(kind, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
     check_at_least(0, options, "workers")
     return options
 
 
+def _documentation(name: str) -> str:
+    """Return the documentation of the recipe of which ``name`` is a variant."""
+    base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
+    return inspect.getdoc(RECIPES[base]) or ""
+
+
 def _train(recipe: Recipe, name: str, options: Any) -> None:
-    folder = options.folder
+    folder, training = options.folder, recipe.training
+    recipe.task.check(recipe.model)
+    check_run_folder(folder, options.resume)
     is_main_process = init_process_mesh().is_main_process
-    _check(recipe)
-    check_output_folder(folder)
-    if not options.resume:
-        check_no_checkpoints(folder)  # before the data is read, which can take long
-    elif is_main_process and not list_checkpoints(folder / "checkpoints"):
-        print(f"nothing to resume in {folder}: starting")
-    steps, warmup_steps = recipe.training.max_steps, recipe.training.warmup_steps
-    if is_main_process and steps < warmup_steps:
-        print(f"{steps} steps end within the warm-up of {warmup_steps}: --training.warmup-steps sets its length")
-    data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-    with TrainingProgress(recipe.training.max_steps, quiet=not is_main_process) as progress:
-        loop.train(
-            recipe.task,
-            recipe.model,
-            recipe.training,
-            data,
-            folder,
-            resume=options.resume,
-            on_row=functools.partial(progress.show, recipe.name),
-            on_start=lambda _: write_run(folder, recipe, name, options),
+    if is_main_process and training.max_steps < training.warmup_steps:
+        print(
+            f"{training.max_steps} steps end within the warm-up of {training.warmup_steps}: --training.warmup-steps "
+            "sets its length"
         )
+    data = load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
+    rows = run_training(
+        recipe,
+        data,
+        folder,
+        resume=options.resume,
+        on_start=lambda: write_run(folder, recipe, name, options.data, options.tokenizer),
+    )
     if is_main_process:
-        rows = metrics.read_metrics(folder / "metrics.jsonl")
-        final = metrics.last_validation(rows)
-        spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
-        if final:
+        if final := metrics.last_validation(rows):
             print(", ".join(f"{k} {v:.4g}" for k, v in final.items()))
         if summary := data.unreadable_summary():
             print(summary)
-        print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
+        spikes = [metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))]
+        print(f"spikes: {spikes[0]} of the gradient norm, {spikes[1]} of the loss")
         print(f"model: {folder / 'model'}")
 
 
-def _check(recipe: Recipe) -> None:
-    """Build the recipe's module on the meta device, because layers check that their settings fit together.
+def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
+    """List all recipes with the columns of the paper's practitioner's guide, or print every setting of one.
 
-    Raises:
-        SettingsError: if they do not.
+    Args:
+        name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
     """
-    try:
-        with torch.device("meta"):
-            recipe.task.build(recipe.model)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Ramapuram")
+        if name is not None:
+            _print_recipe(name)
+            return
+        rows = [[name, *find_recipe(name).guide_row().values()] for name in RECIPES]
+    columns = ("recipe", "domain", "objective", "size", "position", "QK", "LS", "bias", "norm")
+    print_table(columns, rows, min_width=118)
+    print("QK: QK-norm. LS: LayerScale. bias: of the sigmoid. norm: placement of norms.")
+    print("sigattn recipes NAME prints every setting; sigattn train NAME --tiny trains a small form.")
+
+
+def _print_recipe(name: str) -> None:
+    recipe = find_recipe(name)
+    print(_documentation(name))
+    facts = {
+        "parameters": f"{recipe.parameters():,}",
+        "tokens trained on": f"{recipe.tokens():.3g}",
+        "H100 hours at 40 % of its peak (estimated)": f"{recipe.gpu_hours():.3g}",
+    }
+    groups = {"": facts, "task": {"kind": type(recipe.task).__name__, **_settings(recipe.task)}}
+    groups |= {part: _settings(getattr(recipe, part)) for part in ("data", "model", "training")}
+    for title, settings in groups.items():
+        print(f"\n{title}" if title else "", *(f"    {key:<44} {value}" for key, value in settings.items()), sep="\n")
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a configuration by name, those of a configuration within it as ``field.name``."""
+    settings: dict[str, Any] = {}
+    for key, value in dataclasses.asdict(config).items():
+        settings |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return settings
+
+
+def train_demo(options: demo.DemoConfig) -> None:
+    """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
+    folder = options.run_folder
+    if options.resume and not any(list_checkpoints(folder / name / "checkpoints") for name in demo.MODELS):
+        print(f"nothing to resume in {folder}: starting")
+    with TrainingProgress(options.training.max_steps) as progress:
+        runs = demo.train_models(options, progress.show)
+    columns = [name for name, _ in report.TABLE]
+    cells = [[cell(run) for _, cell in report.TABLE] for run in runs]
+    print_table(columns, cells, title="Softmax and sigmoid attention, side by side", right=columns[1:])
+    print(f"report: {folder / 'report.html'}")

@@ -1,15 +1,13 @@
 """Data sets of text, images and speech, as batches that depend on seed and step only."""
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
-from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch
+from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, UnreadableFiles
 from sigattn.data.digits import Digits
 from sigattn.data.documents import iter_documents
 from sigattn.data.images import ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
-from sigattn.data.stream import StreamedText
-from sigattn.data.text import TextData, load_text
+from sigattn.data.text import StreamedText, TextData, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
-from sigattn.data.unreadable import UnreadableFiles
 
 __all__ = [
     "Batch",

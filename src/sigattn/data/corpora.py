@@ -5,26 +5,26 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from sigattn.data.dataset import DataError
+from sigattn.data.dataset import DataError, UnreadableFiles
 from sigattn.data.speech import Utterance, read_archive
-from sigattn.data.unreadable import UnreadableFiles
 from sigattn.optional import require
 
 _FSDD_NAME = re.compile(r"\d_[^_]+_\d+")  # digit, speaker, index
+_Recording = tuple[tuple[Path, float, float], str, float]  # piece of an utterance, word, seconds
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def group_by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
     """Group utterances by the paper's duration buckets of TED-LIUM: 0-10 s, 10-20 s, 20-30 s, and longer."""
-    names = ("0-10s", "10-20s", "20-30s", "30s+")
-    groups: dict[str, list[Utterance]] = {name: [] for name in names}
+    groups: dict[str, list[Utterance]] = {"0-10s": [], "10-20s": [], "20-30s": [], "30s+": []}
     for u in utterances:
-        groups[names[min(int(u.seconds // 10), 3)]].append(u)
+        list(groups.values())[min(int(u.seconds // 10), 3)].append(u)
     return groups
 
 
@@ -40,17 +40,17 @@ def librispeech(root: Path, parts: Sequence[str], unreadable: UnreadableFiles | 
         DataError: if a part is missing, or most recordings cannot be read.
         MissingPackageError: if soundfile is missing.
     """
-    listed: list[tuple[Path, str]] = []
+    texts: dict[Path, str] = {}
     for part in parts:
-        folder, before = root / part, len(listed)
+        folder, before = root / part, len(texts)
         for transcript in sorted(folder.glob("*/*/*.trans.txt")):
             for line in _lines(transcript):
                 name, _, text = line.partition(" ")
-                listed.append((transcript.parent / f"{name}.flac", text))
-        if len(listed) == before:
+                texts[transcript.parent / f"{name}.flac"] = text
+        if len(texts) == before:
             raise DataError(f"looked for {folder}/SPEAKER/CHAPTER/*.trans.txt (LibriSpeech's layout) and found none")
-    seconds = _durations({path: path for path, _ in listed}, unreadable)
-    return [Utterance(((path, 0.0, math.inf),), text, seconds[path]) for path, text in listed if path in seconds]
+    seconds = _durations({path: path for path in texts}, unreadable)
+    return [Utterance(((path, 0.0, math.inf),), text, seconds[path]) for path, text in texts.items() if path in seconds]
 
 
 def tedlium(root: Path, part: str) -> list[Utterance]:
@@ -104,54 +104,36 @@ def spoken_digits(
         DataError: if there are no recordings, or most of them cannot be read.
         MissingPackageError: if soundfile is missing.
     """
-    files: dict[Path, Path | bytes]
-    if source.is_file():
-        archive, files = source, {Path(name): content for name, content in read_archive(source).items()}
-    else:
-        archive, folder = None, source / "recordings" if (source / "recordings").is_dir() else source
-        files = {path: path for path in sorted(folder.glob("*.wav"))}
+    archive = source if source.is_file() else None
+    folder = source / "recordings" if (source / "recordings").is_dir() else source
+    files: dict[Path, Path | bytes] = {path: path for path in sorted(folder.glob("*.wav"))}
+    if archive is not None:
+        files = {Path(name): content for name, content in read_archive(archive).items()}
     durations = _durations({p: f for p, f in files.items() if _FSDD_NAME.fullmatch(p.stem)}, unreadable)
-    speakers = [{_speaker(p) for p in durations if _is_test(p) == test} for test in (False, True)]
-    if not all(speakers):
-        raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
     strings = []
-    for test, count in ((False, training), (True, held_out)):
-        by_speaker: dict[str, list[Path]] = {}
+    for is_test, count in ((False, training), (True, held_out)):
+        by_speaker: dict[str, list[_Recording]] = defaultdict(list)
         for path in sorted(durations):
-            if _is_test(path) == test:
-                by_speaker.setdefault(_speaker(path), []).append(path)
-        strings.append(_strings(by_speaker, durations, count, longest, seed=int(test)))
+            digit, speaker, index = path.stem.split("_")
+            if (int(index) < 5) == is_test:
+                by_speaker[speaker].append(((path, 0.0, math.inf), DIGITS[int(digit)], durations[path]))
+        if not by_speaker:
+            raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
+        generator = torch.Generator().manual_seed(int(is_test))
+        strings.append([_draw_string(by_speaker, longest, generator) for _ in range(count)])
     return strings[0], strings[1], archive
 
 
-def _strings(
-    by_speaker: dict[str, list[Path]], durations: dict[Path, float], count: int, longest: int, seed: int
-) -> list[Utterance]:
-    generator = torch.Generator().manual_seed(seed)
+def _draw_string(by_speaker: dict[str, list[_Recording]], longest: int, generator: torch.Generator) -> Utterance:
+    """Draw a speaker and 1 to ``longest`` of the speaker's recordings."""
 
     def draw(limit: int) -> int:
         return int(torch.randint(limit, (), generator=generator))
 
-    speakers, strings = sorted(by_speaker), []
-    # looked up once per recording: there are a hundred times as many digits in the strings
-    digits = {
-        speaker: [((p, 0.0, math.inf), DIGITS[int(p.stem.split("_")[0])], durations[p]) for p in by_speaker[speaker]]
-        for speaker in speakers
-    }
-    for _ in range(count):
-        recordings = digits[speakers[draw(len(speakers))]]
-        drawn = [recordings[draw(len(recordings))] for _ in range(1 + draw(longest))]
-        pieces, words, seconds = zip(*drawn, strict=True)
-        strings.append(Utterance(pieces, " ".join(words), sum(seconds)))
-    return strings
-
-
-def _speaker(path: Path) -> str:
-    return path.stem.split("_")[1]
-
-
-def _is_test(path: Path) -> bool:
-    return int(path.stem.split("_")[2]) < 5
+    recordings = by_speaker[sorted(by_speaker)[draw(len(by_speaker))]]
+    drawn = [recordings[draw(len(recordings))] for _ in range(1 + draw(longest))]
+    pieces, words, seconds = zip(*drawn, strict=True)
+    return Utterance(pieces, " ".join(words), sum(seconds))
 
 
 def _lines(file: Path) -> list[str]:

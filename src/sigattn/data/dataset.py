@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, ...]
+MAX_UNREADABLE_FRACTION = 0.5  # a larger fraction indicates a systematic problem
+MAX_NAMED = 5  # files that are reported by name
 
 
 class PlaceholderBatch(tuple[Tensor, ...]):
@@ -24,6 +26,53 @@ class DataError(Exception):
     """Data is missing or unusable; the message is one line."""
 
 
+class UnreadableFiles:
+    """Collection of a data set's unreadable files; the first are named when they are found, all are counted.
+
+    Args:
+        kind: "image" or "recording".
+        total: number of files of the data set.
+    """
+
+    def __init__(self, kind: str, total: int = 0) -> None:
+        self.kind = kind
+        self.total = total
+        self.errors: dict[str, str] = {}  # by name
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def add(self, name: str, error: str) -> None:
+        """Record a file, and print a line about it if it is one of the first ``MAX_NAMED``.
+
+        Raises:
+            DataError: if more than ``MAX_UNREADABLE_FRACTION`` of all files cannot be read.
+        """
+        if name not in self.errors:
+            if len(self) < MAX_NAMED:
+                print(f"unreadable {self.kind} {name}: {error}", flush=True)
+            elif len(self) == MAX_NAMED:
+                print(f"further unreadable {self.kind}s are counted, and not named", flush=True)
+            self.merge({name: error})
+
+    def merge(self, errors: dict[str, str]) -> None:
+        """Add files that another process has reported; raise as ``add`` does."""
+        self.errors |= errors
+        if errors and len(self) > MAX_UNREADABLE_FRACTION * self.total:
+            name, error = next(reversed(self.errors.items()))
+            raise DataError(f"{len(self)} of {self.total} {self.kind}s cannot be read, the last {name}: {error}")
+
+    def summary(self) -> str:
+        """Return one line for the end of a run; empty if every file could be read."""
+        if not self.errors:
+            return ""
+        more = f" and {len(self) - MAX_NAMED} more" if len(self) > MAX_NAMED else ""
+        return (
+            f"{len(self)} of {self.total:,} {self.kind}s could not be read and were left out: "
+            f"{', '.join(list(self.errors)[:MAX_NAMED])}{more}"
+        )
+
+
 class Data(ABC):
     """Training and held-out batches.
 
@@ -32,9 +81,11 @@ class Data(ABC):
 
     Attributes:
         batch_unit: unit of a batch's size, "samples" or "seconds".
+        unreadable: files that could not be read; None for data that is not read file by file.
     """
 
     batch_unit: Literal["samples", "seconds"] = "samples"
+    unreadable: UnreadableFiles | None = None
 
     @abstractmethod
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
@@ -58,7 +109,7 @@ class Data(ABC):
 
     def unreadable_summary(self) -> str:
         """Return one line about samples that could not be read; empty if there are none."""
-        return ""
+        return self.unreadable.summary() if self.unreadable is not None else ""
 
     @property
     @abstractmethod

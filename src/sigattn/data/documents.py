@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -18,11 +19,7 @@ HUB = "hf:"
 
 
 def find_text_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return a file itself, or the files below a folder with one of the suffixes, sorted by path.
-
-    Raises:
-        DataError: if the file or folder does not exist, or there is no such file in it.
-    """
+    """Return a file itself, or the files below a folder with one of the suffixes by path; raise if there are none."""
     if not path.exists():
         raise DataError(f"no such text file or folder: {path}")
     files = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes)) if path.is_dir() else [path]
@@ -39,26 +36,31 @@ def iter_documents(path: Path) -> Iterator[str]:
     ``hf:allenai/c4:realnewslike``.
 
     Raises:
-        DataError: if there are no files, a file cannot be read, or a text is not UTF-8.
+        DataError: if there are no files, a file cannot be read, a text is not UTF-8, or all documents are empty.
         MissingPackageError: if pyarrow or ``datasets`` is missing, and needed.
     """
+    is_empty = True
     if is_streamed(path):
-        yield from hub_documents(path)
-        return
-    for file in find_text_files(path, SUFFIXES):
-        if file.name.endswith(JSON_SUFFIXES):
-            yield from _json_lines(file)
-        elif file.suffix == ".parquet":
-            yield from _parquet(file)
-        else:
-            yield _plain_text(file)
+        documents = hub_documents(path)
+    else:
+        documents = itertools.chain.from_iterable(map(_documents_of_file, find_text_files(path, SUFFIXES)))
+    for document in documents:
+        is_empty = is_empty and not document
+        yield document
+    if is_empty:
+        raise DataError(f"{path} is empty")
 
 
-def _plain_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file} as UTF-8 text: {error}") from error
+def _documents_of_file(file: Path) -> Iterator[str]:
+    if file.name.endswith(JSON_SUFFIXES):
+        yield from _json_lines(file)
+    elif file.suffix == ".parquet":
+        yield from _parquet(file)
+    else:
+        try:
+            yield file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {file} as UTF-8 text: {error}") from error
 
 
 def _json_lines(file: Path) -> Iterator[str]:
@@ -66,19 +68,15 @@ def _json_lines(file: Path) -> Iterator[str]:
     try:
         with opener(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                yield _text_of(line, f"{file}, line {number}")
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    text = None
+                if not isinstance(text, str):
+                    raise DataError(f'{file}, line {number}: expected JSON with a "text", got {line[:60]!r}')
+                yield text
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"cannot read {file}: {error}") from error
-
-
-def _text_of(line: str, location: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise DataError(f'{location}: expected JSON with a "text", got {line[:60]!r}')
-    return text
 
 
 def _parquet(file: Path) -> Iterator[str]:
@@ -103,14 +101,9 @@ def is_streamed(path: Path | None) -> bool:
 
 
 def hub_documents(path: Path) -> Iterator[str]:
-    """Stream the "text" of each sample of a data set's "train" split.
+    """Stream the "text" of each sample of a data set's "train" split, such as ``hf:allenai/c4:realnewslike``.
 
-    Args:
-        path: for example ``hf:allenai/c4:realnewslike``; or ``hf:`` and a folder of .jsonl or .parquet files.
-
-    Raises:
-        DataError: if the data set cannot be reached, has no such split or no "text".
-        MissingPackageError: if ``datasets`` is missing.
+    After ``hf:`` may also be a folder of .jsonl or .parquet files. Raises DataError if the data set cannot be read.
     """
     datasets = require("datasets", "data sets of Hugging Face", "'sigattn[text]'")
     name, _, configuration = str(path).removeprefix(HUB).partition(":")

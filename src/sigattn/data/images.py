@@ -1,4 +1,4 @@
-"""Images in folders, in ImageNet's layout."""
+"""Images in folders, in ImageNet's layout, augmented by torchvision's transforms."""
 
 from __future__ import annotations
 
@@ -9,21 +9,59 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from sigattn.data.dataset import Batch, Data, DataError, draw_samples, sample_generator
-from sigattn.data.hashing import files_sha256
-from sigattn.data.transforms import Augmentation, transforms
-from sigattn.data.unreadable import UnreadableFiles
+from sigattn.data.dataset import Batch, Data, DataError, UnreadableFiles, draw_samples, sample_generator
+from sigattn.files import files_sha256
+from sigattn.optional import explain_import_errors
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
+SMALL_VIEWS = 8  # of "multicrop", with DINO's two large ones
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the channels
 
 
-class _Image(NamedTuple):
-    path: Path
-    label: int
+def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
+    """Return torchvision's transform from a PIL image to a tensor, or to a list of tensors if there are views."""
+    with explain_import_errors("vision"):
+        from torchvision.transforms import v2
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+
+    def crop(pixels: int, low: float, *more: Any) -> Any:
+        return v2.Compose([v2.RandomResizedCrop(pixels, (low, 1.0)), v2.RandomHorizontalFlip(), *more, *finish])
+
+    if augmentation == "none":
+        return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+    if augmentation == "crop":
+        return crop(size, 0.2)
+    if augmentation == "randaugment":
+        return crop(size, 0.08, v2.RandAugment())
+    colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
+
+    def view(pixels: int, scale: tuple[float, float], blur: float = 0.5, solarize: float = 0.0) -> Any:
+        return v2.Compose(
+            [
+                v2.RandomResizedCrop(pixels, scale),
+                v2.RandomHorizontalFlip(),
+                v2.RandomApply([colours], 0.8),
+                v2.RandomGrayscale(0.2),
+                v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))], blur),
+                v2.RandomSolarize(128, solarize),
+                *finish,
+            ]
+        )
+
+    if augmentation == "simclr":
+        return functools.partial(_views, [view(size, (0.08, 1.0))] * 2)
+    large, small = (0.4, 1.0), view(16 * round(size * 96 / 224 / 16) or 16, (0.05, 0.4))
+    return functools.partial(_views, [view(size, large, 1.0), view(size, large, 0.1, 0.2)] + [small] * SMALL_VIEWS)
+
+
+def _views(transforms: list[Callable[[Any], Tensor]], image: Any) -> list[Tensor]:
+    return [transform(image) for transform in transforms]
 
 
 class ImageFolder(Data):
@@ -73,15 +111,15 @@ class ImageFolder(Data):
             yield from super().batches(first_step, size, seed, shard)
             return
         steps: Any = itertools.count(first_step)
-        dataset = _Steps(self, size, seed, shard)
-        for batch, errors in torch.utils.data.DataLoader(
-            dataset,
+        loader = torch.utils.data.DataLoader(
+            _Steps(self, size, seed, shard),
             batch_size=None,
             sampler=steps,
             num_workers=self.workers,
             prefetch_factor=2,
             worker_init_fn=_ignore_stop_signals,
-        ):
+        )
+        for batch, errors in loader:
             self.unreadable.merge(errors)
             if isinstance(batch, DataError):
                 raise batch
@@ -90,8 +128,7 @@ class ImageFolder(Data):
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return images (B, 3, size, size), one tensor per view, and labels (B,) if there is one view."""
         chosen = draw_samples(len(self._train), step, size, seed)[shard[0] :: shard[1]]
-        samples = [self._sample(i, epoch, seed) for i, epoch in chosen]
-        return self._collate(samples)
+        return self._collate([self._sample(i, epoch, seed) for i, epoch in chosen])
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over the held-out images in order; they are augmented only if the augmentation makes views.
@@ -112,12 +149,9 @@ class ImageFolder(Data):
         if not read:
             raise DataError(f"no held-out image of {self.root} can be read")
 
-    def unreadable_summary(self) -> str:
-        return self.unreadable.summary()
-
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the images' names and labels, their files (``hashing.files_sha256``) and the augmentation."""
+        """Hash of the images' names and labels, their files (``sigattn.files.files_sha256``) and the augmentation."""
         images = [(str(path.relative_to(self.root)), path, label) for path, label in (*self._train, *self._held)]
         listing = "\n".join(f"{name} {label}" for name, _, label in images)
         files = files_sha256((name, path) for name, path, _ in sorted(images, key=lambda image: image[1]))
@@ -192,9 +226,9 @@ def _classes(folder: Path) -> list[str]:
     return classes
 
 
-def _images(folder: Path, classes: list[str]) -> list[_Image]:
+def _images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
     images = [
-        _Image(path, label)
+        (path, label)
         for label, name in enumerate(classes)
         for path in sorted((folder / name).glob("*"))
         if path.suffix.lower() in SUFFIXES

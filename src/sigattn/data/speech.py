@@ -16,21 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, sample_generator
-from sigattn.data.hashing import files_sha256
+from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, UnreadableFiles, sample_generator
 from sigattn.data.speech_features import log_mel, spec_augment
-from sigattn.data.unreadable import UnreadableFiles
+from sigattn.files import files_sha256
 
 _KEPT_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
 
 
 @functools.cache
 def read_archive(archive: Path) -> dict[str, bytes]:
-    """Return the contents of the .wav files in a .tar archive, by name.
-
-    Raises:
-        DataError: if the archive cannot be read.
-    """
+    """Return the contents of the .wav files in a .tar archive, by name; raise DataError if it cannot be read."""
     try:
         with tarfile.open(archive) as tar:
             members = [member for member in tar if member.isreg() and member.name.endswith(".wav")]
@@ -146,12 +141,9 @@ class Speech(Data):
         if self.held_out and not read:
             raise DataError("no held-out recording can be read")
 
-    def unreadable_summary(self) -> str:
-        return self.unreadable.summary()
-
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of settings, transcripts, names and times, and of the files (``hashing.files_sha256``)."""
+        """Hash of settings, transcripts, names and times, and of the files (``sigattn.files.files_sha256``)."""
         digest = hashlib.sha256(f"{self.num_mel_bins} {self.spec_augment_from}".encode())
         paths = {self._source} if self._source is not None else set()
         for u in (*self.training, *self.held_out):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch, DataError
@@ -41,6 +42,18 @@ class Task(ABC):
         """Return the module to train: the model of a configuration and any layers that the objective adds."""
         module: nn.Module = model.build()
         return module
+
+    def check(self, model: Any) -> nn.Module:
+        """Build the module on the meta device and return it, because layers check that their settings fit together.
+
+        Raises:
+            SettingsError: if they do not.
+        """
+        try:
+            with torch.device("meta"):
+                return self.build(model)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
 
     def tiny(self) -> Task:
         """Return the objective of a recipe's small form."""

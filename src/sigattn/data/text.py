@@ -1,9 +1,12 @@
-"""Text as bytes or tokens for language models: reading, splitting and drawing windows."""
+"""Text as bytes or tokens for language models, in memory or streamed: reading, splitting and drawing windows."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +28,13 @@ def load_text(path: Path | None = None) -> bytes:
             .json.gz, .parquet or .bin file, whose bytes are not its text.
     """
     if path is None:
-        return _documentation()
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise DataError(
+                "this Python comes without its documentation (pydoc_data.topics): name a text file to read instead"
+            ) from error
+        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
     files = find_text_files(path, PLAIN_SUFFIXES)
     if files == [path] and path.suffix == ".bin":
         raise DataError(f"{path} is a file of tokens (sigattn pack), and bytes are needed here: name a text file")
@@ -41,16 +50,6 @@ def load_text(path: Path | None = None) -> bytes:
     if not text.strip():
         raise DataError(f"{path} is empty")
     return text
-
-
-def _documentation() -> bytes:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise DataError(
-            "this Python comes without its documentation (pydoc_data.topics): name a text file to read instead"
-        ) from error
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 class TextData(Data):
@@ -102,7 +101,7 @@ class TextData(Data):
     def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64, held_out_fraction: float = 0.1) -> TextData:
         """Create the windows of a text as bytes; arguments and errors as above."""
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out_fraction, default=0.1)
+        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out_fraction, 0.1)
         return cls(tokens, seq_len, sha256, held_out=held_out, held_out_fraction=held_out_fraction, unit="bytes")
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
@@ -124,20 +123,95 @@ class TextData(Data):
         """Hash of the text or its tokens, with the held-out fraction if it is not the default, and of the tokenizer."""
         return self._fingerprint
 
-    def _windows(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        window = tokens[starts[:, None] + torch.arange(self.seq_len + 1)].long()
-        check_tokens(window, self.vocab_size)
-        return window[:, :-1], window[:, 1:]
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
+        windows = tokens[starts[:, None] + torch.arange(self.seq_len + 1)].long()
+        return _tokens_and_targets(windows, self.vocab_size)
 
 
-def hash_of_split(sha256: str, held_out_fraction: float, *, default: float) -> str:
-    """Return the identity of a text of which a fraction is held out: its hash alone if that is the default one."""
-    return sha256 if held_out_fraction == default else f"{sha256}, {held_out_fraction} held out"
+@dataclass(eq=False)
+class StreamedText(Data):
+    """Windows of a text in order of reading; the first ones are held out.
+
+    The windows of a step depend on its number only, so a run can be resumed: the text is then read and encoded again up
+    to that step. Where this takes too long, use ``sigattn pack`` first. After its last document the text is repeated.
+
+    Attributes:
+        documents: returns an iterator over all documents, from the first.
+        name: identity of the text.
+        encode: returns the tokens of a document, including its end token.
+        seq_len: tokens per window.
+        held_out: number of held-out windows.
+        vocab_size: number of tokens in the vocabulary.
+    """
+
+    documents: Callable[[], Iterator[str]]
+    name: str
+    encode: Callable[[str], list[int]]
+    seq_len: int
+    held_out: int = 64
+    vocab_size: int = 256
+
+    def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """Iterate over batches from ``first_step`` on: tokens and the tokens that follow them, (B, seq_len) each."""
+        windows = itertools.islice(self._training(), first_step * size, None)
+        while True:
+            yield self._batch(list(itertools.islice(windows, size))[shard[0] :: shard[1]])
+
+    def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
+        """Return the batch of one step. Reads the text from its start; use ``batches`` for consecutive steps."""
+        return next(self.batches(step, size, seed, shard))
+
+    @functools.cached_property
+    def _held(self) -> list[list[int]]:
+        return list(itertools.islice(self._windows(), self.held_out))
+
+    def validation(self, size: int) -> Iterable[Batch]:
+        """Return the first windows; all of them if the text has fewer."""
+        return [self._batch(self._held[i : i + size]) for i in range(0, len(self._held), size)]
+
+    @property
+    def fingerprint(self) -> str:
+        """Name and sizes."""
+        return f"{self.name}, windows of {self.seq_len}, {self.held_out} held out"
+
+    def _batch(self, rows: list[list[int]]) -> Batch:
+        return _tokens_and_targets(torch.tensor(rows, dtype=torch.int64), self.vocab_size)
+
+    def _windows(self) -> Iterator[list[int]]:
+        """Iterate once over the text in windows of seq_len + 1 tokens; neighbouring windows share one token."""
+        tokens: list[int] = []
+        for document in self.documents():
+            tokens += self.encode(document)
+            start = 0
+            while start + self.seq_len < len(tokens):
+                yield tokens[start : start + self.seq_len + 1]
+                start += self.seq_len
+            tokens = tokens[start:]
+
+    def _training(self) -> Iterator[list[int]]:
+        """Iterate over the training windows without end, one pass over the text after another."""
+        while True:
+            count = 0
+            for window in itertools.islice(self._windows(), self.held_out, None):
+                yield window
+                count += 1
+            if not count:
+                raise DataError(
+                    f"{self.name} is too short: the {self.held_out} held-out windows of {self.seq_len} tokens leave "
+                    "none to train on"
+                )
 
 
-def check_tokens(window: Int[Tensor, "batch length"], vocab_size: int) -> None:
-    """Raise ``DataError`` if a token is not in 0 … vocab_size - 1."""
-    low, high = window.aminmax()
+def hash_of_split(sha256: str, held_out_fraction: float, default: float, tokenizer_sha256: str | None = None) -> str:
+    """Return the identity of a text: its hash, the held-out fraction unless it is the default, and the tokenizer."""
+    split = "" if held_out_fraction == default else f", {held_out_fraction} held out"
+    return f"{sha256}{split}" + ("" if tokenizer_sha256 is None else f", tokenizer {tokenizer_sha256}")
+
+
+def _tokens_and_targets(windows: Int[Tensor, "batch length"], vocab_size: int) -> Batch:
+    """Return windows without their last and without their first token; raise if a token is not in the vocabulary."""
+    low, high = (int(t) for t in windows.aminmax())
     if low < 0 or high >= vocab_size:
-        token = int(low if low < 0 else high)
+        token = low if low < 0 else high
         raise DataError(f"the text holds token {token}, and the model has a vocabulary of {vocab_size}")
+    return windows[:, :-1], windows[:, 1:]

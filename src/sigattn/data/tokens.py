@@ -18,9 +18,8 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
-from sigattn.data.hashing import file_sha256
 from sigattn.data.text import TextData, hash_of_split
-from sigattn.files import FileFormatError, add_path_to_errors, read_json_object, write_text
+from sigattn.files import FileFormatError, add_path_to_errors, file_sha256, read_json_object, write_text
 from sigattn.optional import require
 from sigattn.validation import check_at_least, check_output_file
 
@@ -68,18 +67,12 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
 
-    is_any_text = False
-
-    def counted() -> Iterator[str]:
-        nonlocal is_any_text
+    def documents() -> Iterator[str]:
         for count, text in enumerate(iter_documents(path), 1):
             on_progress(count, 0)
-            is_any_text |= bool(text)
             yield text
 
-    tokenizer.train_from_iterator(counted(), trainer)
-    if not is_any_text:
-        raise DataError(f"{path} is empty")
+    tokenizer.train_from_iterator(documents(), trainer)
     save.parent.mkdir(parents=True, exist_ok=True)
     write_text(save, tokenizer.to_str(pretty=True))
     return tokenizer
@@ -103,16 +96,11 @@ def tokenize_corpus(
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
     """
     check_vocabulary(tokenizer.get_vocab_size(), vocab_size)
-    encoded = document_encoder(tokenizer)
-    parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in iter_documents(path)]
-    tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
-    sha256 = hash_of_split(hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), held_out_fraction, default=0.05)
-    fingerprint = _fingerprint(sha256, tokenizer_sha256)
+    encode = document_encoder(tokenizer)
+    tokens = torch.cat([torch.tensor(encode(text), dtype=torch.int32) for text in iter_documents(path)])
+    sha256 = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    fingerprint = hash_of_split(sha256, held_out_fraction, 0.05, tokenizer_sha256)
     return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
-
-
-def _fingerprint(sha256: str, tokenizer_sha256: str | None) -> str:
-    return sha256 if tokenizer_sha256 is None else f"{sha256}, tokenizer {tokenizer_sha256}"
 
 
 def check_vocabulary(tokens: int, vocab_size: int) -> None:
@@ -153,23 +141,20 @@ def pack_corpus(
         DataError: if the corpus cannot be read.
         SettingsError: if ``save`` is a folder or the corpus.
     """
-    encoded, count, digest, is_any_text = document_encoder(tokenizer), 0, hashlib.sha256(), False
+    encode, count, digest = document_encoder(tokenizer), 0, hashlib.sha256()
     check_output_file(save, path)
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     try:
         with add_path_to_errors(unfinished), unfinished.open("wb") as file:
             for number, text in enumerate(iter_documents(path), 1):
-                row = array.array("i", encoded(text)).tobytes()
-                is_any_text |= bool(text)
+                row = array.array("i", encode(text)).tobytes()
                 file.write(row)
                 digest.update(row)
                 count += len(row) // 4
                 on_progress(number, count)
                 if limit is not None and count >= limit:
                     break
-        if not is_any_text:
-            raise DataError(f"{path} is empty")
         vocabulary = save.with_name(save.name + ".tokenizer.json")
         write_text(vocabulary, tokenizer.to_str(pretty=True))
         about = {
@@ -216,15 +201,14 @@ def load_packed(
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    fingerprint = _fingerprint(hash_of_split(about["sha256"], held_out_fraction, default=0.005), tokenizer_sha256)
+    fingerprint = hash_of_split(about["sha256"], held_out_fraction, 0.005, tokenizer_sha256)
     return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
 
 
 def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:
     """Return the tokenizer of a file that ``pack_corpus`` wrote.
 
-    Raises:
-        DataError: if the tokenizer is missing or has changed, or differs from ``expected``.
+    Raises DataError if the tokenizer is missing or has changed, or differs from ``expected``.
     """
     about = _about(path)
     tokenizer = path.with_name(Path(about["tokenizer"]).name)

@@ -22,19 +22,18 @@ import torch
 from torch import nn
 
 import sigattn
-from sigattn.data.dataset import DataError
 from sigattn.data.text import TextData, load_text
 from sigattn.demo import report
 from sigattn.files import write_text
-from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
-from sigattn.train import metrics
+from sigattn.train.checkpoint import check_no_checkpoints
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import lock_folder
 from sigattn.train.loop import train
+from sigattn.train.metrics import read_metrics
 from sigattn.train.trainer import Row
-from sigattn.validation import SettingsError, check_at_least
+from sigattn.validation import SettingsError, check_at_least, check_output_folder
 
 INTRODUCTION = (
     "Three byte-level language models of the same size, trained on the same text in the same order. They differ in the "
@@ -42,7 +41,6 @@ INTRODUCTION = (
     "without a bias. Without the bias every weight starts near 1/2, so the attention's output is initially orders of "
     "magnitude too large, and the final loss is higher."
 )
-CHECKPOINTS = "*/checkpoints/step-*"  # below a run folder
 SIZES = ("max_seq_len", "num_layers", "embed_dim", "num_heads")
 
 
@@ -76,17 +74,11 @@ class DemoConfig:
             raise SettingsError("the demo shows the attention norm of every step: log_attention_every must be 1")
 
 
-TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmoid-no-bias": "sigmoid, b = 0"}
-
-
-def model_configs(config: DemoConfig) -> dict[str, LanguageModelConfig]:
-    """Return the configurations of the three models by folder name; they differ in activation and bias only."""
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
-    return {
-        "softmax": LanguageModelConfig(activation="softmax", **sizes),
-        "sigmoid-log-n": LanguageModelConfig(attention_bias="log_context", **sizes),
-        "sigmoid-no-bias": LanguageModelConfig(attention_bias=0.0, **sizes),
-    }
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options of the attention, by folder
+    "softmax": ("softmax", {"activation": "softmax"}),
+    "sigmoid-log-n": ("sigmoid, b = −log n", {"attention_bias": "log_context"}),
+    "sigmoid-no-bias": ("sigmoid, b = 0", {"attention_bias": 0.0}),
+}
 
 
 def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list[report.Run]:
@@ -97,72 +89,42 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
         on_row: called with a model's title and the metrics of each step.
 
     Raises:
-        SettingsError: if the settings do not fit together.
-        SettingsError: if the run folder already contains a run, and it is not to be resumed.
-        DataError: if the text is unusable, or the run folder cannot be written.
-        CheckpointError, FolderInUseError, Interrupted: as in ``train``.
+        SettingsError: if the settings do not fit together, or the run folder already contains a run, which is not to
+            be resumed.
+        DataError: if the text is unusable.
+        CheckpointError, FolderInUseError, Interrupted, OSError: as in ``train``.
     """
-    folder = config.run_folder
+    folder, task = config.run_folder, LanguageModelling()
+    check_output_folder(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*sigmoid attention without a bias")  # intended in one of the models
-        models = model_configs(config)
-        try:
-            for model in models.values():
-                saving.build(model, "meta")
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+        models = {name: LanguageModelConfig(**sizes, **attention) for name, (_, attention) in MODELS.items()}
+        for name, model in models.items():
+            task.check(model)
+            if not config.resume:
+                check_no_checkpoints(folder / name, "run_folder")
         text = TextData.from_bytes(load_text(config.text), config.max_seq_len)
         facts = describe(config, text)
-        _prepare_folder(folder, config.resume)
+        runs = []
         with lock_folder(folder):
-            runs = [
-                _train(config, name, model, text, facts, functools.partial(on_row, TITLES[name]))
-                for name, model in models.items()
-            ]
+            for name, (title, _) in MODELS.items():
+                trained = train(
+                    task,
+                    models[name],
+                    config.training,
+                    text,
+                    folder / name,
+                    resume=config.resume,
+                    on_row=functools.partial(on_row, title),
+                    on_start=lambda _: write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n"),
+                )
+                rows = read_metrics(folder / name / "metrics.jsonl")
+                runs.append(report.Run(title, rows, generate_sample(trained)))
             flat = {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}
             page = report.comparison_page("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, flat)
             write_text(folder / "report.html", page)
     return runs
-
-
-def _train(
-    config: DemoConfig,
-    name: str,
-    model: LanguageModelConfig,
-    text: TextData,
-    facts: dict[str, Any],
-    on_row: Callable[[Row], None],
-) -> report.Run:
-    folder = config.run_folder
-
-    def write_facts(_: int) -> None:
-        write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n")
-
-    trained = train(
-        LanguageModelling(),
-        model,
-        config.training,
-        text,
-        folder / name,
-        resume=config.resume,
-        on_row=on_row,
-        on_start=write_facts,
-    )
-    return report.Run(TITLES[name], metrics.read_metrics(folder / name / "metrics.jsonl"), generate_sample(trained))
-
-
-def _prepare_folder(folder: Path, resume: bool) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
-    if not resume and any(folder.glob(CHECKPOINTS)):
-        raise SettingsError(
-            f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", "run_folder"
-        )
 
 
 def generate_sample(model: nn.Module, length: int = 400) -> str:

@@ -37,11 +37,7 @@ class Transfer:
         self._works = _start([(dst, t) for t in self._sent], [(src, t) for t in received], group)
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for the transfer and return the received tensors.
-
-        Raises:
-            RuntimeError: if the other process has ended, or the group's timeout has expired.
-        """
+        """Wait and return the received tensors; raise RuntimeError if the other process ended, or after the timeout."""
         for work in self._works:
             work.wait()
         return self.received
@@ -76,8 +72,7 @@ def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 def all_gather_rows(rows: Tensor) -> tuple[Tensor, int]:
     """Return the rows of all processes in order, and the index of this process's first row.
 
-    Processes may hold different numbers of rows. Differentiable: the gradient of a process's rows is summed over all
-    processes. Without a process group, the rows are returned as they are.
+    Processes may hold different numbers of rows. The gradient of a process's rows is summed over all processes.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows, 0

@@ -133,7 +133,19 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
     for owner, (key, value) in ring.parts((p.key, p.value)):
         dk, dv = _zeros(key), _zeros(value)
         sums = sums._replace(key=dk, value=dv)
-        _add_gradients(ring, sums, p._replace(key=key, value=value), grad_out, result, needs, owner)
+        for part, rows, columns in _visible_parts(ring, p._replace(key=key, value=value), owner):
+            backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
+            assert backward is not None
+            g = backward(part, grad_out[:, :, rows], _of_rows(result, rows), needs)
+            for total, gradient in (
+                (select_rows(sums.query, rows), g.query),
+                (select_rows(dk, columns), g.key),
+                (select_rows(dv, columns), g.value),
+                (select_rows(sums.bias, rows), g.bias),
+                (sums.alibi_slopes, g.alibi_slopes),
+            ):
+                if total is not None and gradient is not None:
+                    total.add_(gradient)
         # dK and dV follow their keys and values round the ring, one step later
         if transfer is not None:
             for total, received in zip((dk, dv), transfer.wait(), strict=True):
@@ -144,31 +156,6 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
         dk, dv = transfer.wait()
         sums = sums._replace(key=dk, value=dv)
     return sums
-
-
-def _add_gradients(
-    ring: Ring,
-    sums: Gradients,
-    problem: Problem,
-    grad_out: Tensor,
-    result: Result,
-    needs: NeedsGrad,
-    owner: int,
-) -> None:
-    """Add to sums the gradients of the local queries with the keys of process ``owner``."""
-    for part, rows, columns in _visible_parts(ring, problem, owner):
-        backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
-        assert backward is not None
-        g = backward(part, grad_out[:, :, rows], _of_rows(result, rows), needs)
-        for total, gradient in (
-            (select_rows(sums.query, rows), g.query),
-            (select_rows(sums.key, columns), g.key),
-            (select_rows(sums.value, columns), g.value),
-            (select_rows(sums.bias, rows), g.bias),
-            (sums.alibi_slopes, g.alibi_slopes),
-        ):
-            if total is not None and gradient is not None:
-                total.add_(gradient)
 
 
 def _visible_parts(ring: Ring, problem: Problem, owner: int) -> Iterator[tuple[Problem, slice, slice]]:

@@ -85,15 +85,9 @@ class SequenceSharding(NamedTuple):
 
 
 def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> SequenceSharding:
-    """Return the sharding of sequences over a group, given this process's number of positions.
+    """Return the sharding of sequences over a group, given the ``local`` number of positions; raise if they do not fit.
 
-    Args:
-        local: this process's number of positions.
-        length: length of the whole sequence; None if all processes have the same number of positions.
-        group, balanced: the processes, and ``SequenceSharding.balanced``.
-
-    Raises:
-        ValueError: if the sharding gives this process another number of positions.
+    ``length`` is that of the whole sequence; None if all processes have the same number of positions.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sharding = SequenceSharding(local * ranks if length is None else length, ranks, balanced)

@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
 
 def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precision: str) -> nn.Module:
-    """Return a module that is parallelised over the processes.
+    """Return a module that is parallelised over the processes, with the same parameters on each before (same seed).
 
     Args:
-        module: the model, with the same parameters on each process (same seed).
-        processes: from ``ProcessMesh.with_mesh``.
         parallel: "ddp" or "fsdp", for the processes with different data. Tensor parallelism always uses FSDP.
-        precision: "bfloat16" makes FSDP gather weights in it, except those of layers with ``full_precision``.
-            Gradients are summed in float32.
+        precision: "bfloat16" makes FSDP gather weights in it, except those of layers with ``full_precision``. Gradients
+            are summed in float32.
 
     Raises:
-        SettingsError: a ValueError, for another value of parallel, or if a layer does not support tensor parallelism
-            over so many processes.
+        SettingsError: for another value of parallel, or if a layer cannot be split over so many processes.
     """
     if parallel not in ("ddp", "fsdp"):
         raise SettingsError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')

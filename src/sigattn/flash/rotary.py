@@ -14,12 +14,9 @@ def rotate(
     """Return x (B, N, H, D) with its first features rotated by the angles of its positions, starts (B,) + i.
 
     Args:
-        cos, sin: (positions, rotary_dim / 2).
+        cos, sin: (positions, rotary_dim / 2); on a CPU, ValueError is raised for positions that they do not contain.
         interleaved: as in ``rotate_pairs``.
         same_position: True if all rows of a sample have the position of the first.
-
-    Raises:
-        ValueError: on a CPU, for positions that the tables do not contain.
     """
     steps = torch.arange(x.shape[1], device=starts.device) * (not same_position)
     positions = starts.long()[:, None] + steps  # (B, N)

@@ -158,8 +158,7 @@ def _gather_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of the sequences, gathered from pages and concatenated, and their cu_seqlens.
 
-    On an accelerator, where the sum of the lengths is not read, there are B · max_seqlen_k keys; those beyond the last
-    sequence are arbitrary.
+    On an accelerator, where the sum of the lengths is not read, there are B · max_seqlen_k keys, the last arbitrary.
     """
     validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     starts = cu_seqlens_k.long()

@@ -63,12 +63,8 @@ def sample(
 ) -> list[Tensor]:
     """Add up to ``max_new_tokens`` tokens to each prompt; return the sequences, cut after their stop tokens.
 
-    Prompts of different lengths are padded on the left; padding is masked. When a sequence exceeds the context, it
-    starts again from the last half of the context; the others keep theirs.
-
-    Args:
-        model: a ``LanguageModel``.
-        prompts: tokens of each prompt, at least one.
+    Prompts of different lengths are padded on the left; padding is masked. When a sequence exceeds the context of the
+    ``LanguageModel``, it starts again from the last half of the context; the others keep theirs.
     """
     device, max_seq_len = prompts[0].device, model.config.max_seq_len
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, total)

@@ -18,15 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from sigattn.files import (
-    FileFormatError,
-    add_path_to_errors,
-    check_files,
-    file_sha256,
-    read_json_object,
-    write_checksums,
-    write_text,
-)
+from sigattn import files
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import ModelConfig
 from sigattn.models.language import LanguageModelConfig
@@ -83,8 +75,8 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
     _write_tensors(tensors, folder / WEIGHTS)
-    write_text(folder / CONFIG, json.dumps(description, indent=2) + "\n")
-    write_checksums(folder, {name: file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
+    files.write_text(folder / CONFIG, json.dumps(description, indent=2) + "\n")
+    files.write_checksums(folder, {name: files.file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
 
 
 @contextmanager
@@ -93,18 +85,14 @@ def tensor_file_errors(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        with add_path_to_errors(path):
+        with files.add_path_to_errors(path):
             yield
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file atomically, with the default permissions (those of safetensors exclude all but the owner).
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write a file atomically, with the default permissions (those of safetensors exclude all but the owner)."""
     from safetensors.torch import save_file
 
     unfinished = path.with_name(path.name + ".unfinished")
@@ -134,13 +122,13 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
         raise ModelError(f"the training in {folder.parent} has not ended: continue it with --resume")
     _refuse_transformers(folder)
     try:
-        description = read_json_object(folder / CONFIG, model=str, config=dict)
+        description = files.read_json_object(folder / CONFIG, model=str, config=dict)
         config = from_dict(MODELS[description["model"]], description["config"])
-        check_files(folder, (CONFIG, WEIGHTS))
+        files.check_files(folder, (CONFIG, WEIGHTS))
         model = build(config, "meta").to_empty(device=device)
         _refill_buffers(model)
         model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)))
-    except (OSError, FileFormatError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
+    except (OSError, files.FileFormatError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"cannot load a model from {folder}: {type(error).__name__}: {reason}") from error
     return model.eval()
@@ -149,8 +137,8 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
 def _refuse_transformers(folder: Path) -> None:
     """Raise ModelError for a folder that transformers has saved, whose ``config.json`` is another format."""
     try:
-        model_type = read_json_object(folder / "config.json", model_type=str)["model_type"]
-    except (OSError, FileFormatError):
+        model_type = files.read_json_object(folder / "config.json", model_type=str)["model_type"]
+    except (OSError, files.FileFormatError):
         return
     raise ModelError(
         f"{folder} holds a model of transformers (model_type {model_type!r}), which sigattn's commands do not read: "
@@ -161,8 +149,7 @@ def _refuse_transformers(folder: Path) -> None:
 def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
     """Create a configuration, a dataclass, from its JSON object: lists become tuples, objects configurations.
 
-    Raises:
-        SettingsError: for an unknown field, as in files of another version.
+    Raises SettingsError for an unknown field, as in files of another version.
     """
     types = get_type_hints(kind)
     fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]

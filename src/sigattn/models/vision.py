@@ -196,11 +196,7 @@ class ImageSinusoids(nn.Module):
 
 
 def make_position(kind: str, embed_dim: int, rows: int, columns: int) -> nn.Module:
-    """Create the position encoding of an image's patches: "learnable", "sincos", "cape" or "none".
-
-    Raises:
-        ValueError: for an unknown kind.
-    """
+    """Create the position encoding of an image's patches; raise ValueError for an unknown kind."""
     if kind == "learnable":
         return LearnableEmbedding(rows * columns, embed_dim)
     if kind == "sincos":

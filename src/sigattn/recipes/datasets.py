@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
-from sigattn.data.dataset import Data, DataError
+from sigattn.data.dataset import Data, DataError, UnreadableFiles
 from sigattn.data.digits import Digits
 from sigattn.data.documents import hub_documents, is_streamed
-from sigattn.data.hashing import file_sha256, files_sha256
-from sigattn.data.images import ImageFolder
+from sigattn.data.images import Augmentation, ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
-from sigattn.data.stream import StreamedText
-from sigattn.data.text import TextData, load_text
+from sigattn.data.text import StreamedText, TextData, load_text
 from sigattn.data.tokens import (
     check_vocabulary,
     document_encoder,
@@ -24,8 +22,7 @@ from sigattn.data.tokens import (
     load_tokenizer,
     tokenize_corpus,
 )
-from sigattn.data.transforms import Augmentation
-from sigattn.data.unreadable import UnreadableFiles
+from sigattn.files import file_sha256, files_sha256
 from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.validation import SettingsError
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
+from sigattn.data.images import SMALL_VIEWS
 from sigattn.data.task import Task, no_batches
-from sigattn.data.transforms import SMALL_VIEWS
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.simclr import Projected, projector
 from sigattn.validation import SettingsError, check_at_least

@@ -21,18 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sigattn import files
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.distributed.sharding import to_local
-from sigattn.files import (
-    CHECKSUMS,
-    FileFormatError,
-    check_files,
-    file_sha256,
-    read_checksums,
-    read_json_object,
-    write_checksums,
-    write_text,
-)
 from sigattn.validation import SettingsError
 
 UNFINISHED, OLD = ".unfinished", ".old"
@@ -73,17 +64,20 @@ def save(
         with _errors_on_all_processes(failure, processes):
             if processes.is_main_process:
                 folder.mkdir(parents=True, exist_ok=True)
-                _tidy(folder)
+                for path in folder.iterdir():  # left half written or half deleted by an interrupted process
+                    if path.suffix in (UNFINISHED, OLD):
+                        shutil.rmtree(path)
                 unfinished.mkdir()
                 about = {"format": FORMAT, "step": step, "settings": settings}
-                write_text(unfinished / ABOUT, json.dumps(about, sort_keys=True) + "\n")
+                files.write_text(unfinished / ABOUT, json.dumps(about, sort_keys=True) + "\n")
         with _errors_on_all_processes(failure, processes):
             _write_tensors(unfinished, _state(module, optimizer, average)[0], processes)
-            checksums = {name: file_sha256(unfinished / name) for name in _files(unfinished)[_part_of(processes)]}
+            local_files = _file_names(unfinished)[_part_of(processes)]
+            checksums = {name: files.file_sha256(unfinished / name) for name in local_files}
         parts = processes.gather(checksums)
         with _errors_on_all_processes(failure, processes):
             if processes.is_main_process:
-                write_checksums(unfinished, {name: digest for part in parts for name, digest in part.items()})
+                files.write_checksums(unfinished, {name: digest for part in parts for name, digest in part.items()})
                 if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
                     _remove(final)
                 os.replace(unfinished, final)
@@ -103,11 +97,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and not p.suffix)
 
 
-def check_no_checkpoints(folder: Path) -> None:
-    """Raise SettingsError if a run folder holds checkpoints."""
+def check_no_checkpoints(folder: Path, setting: str = "folder") -> None:
+    """Raise SettingsError if a run folder, which ``setting`` names, holds checkpoints."""
     if list_checkpoints(folder / "checkpoints"):
         raise SettingsError(
-            f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", "folder"
+            f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", setting
         )
 
 
@@ -166,14 +160,14 @@ def load_weights(path: Path, module: nn.Module) -> None:
 def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
     """Return the number of steps and the settings of a checkpoint."""
     with _errors_on_all_processes(_cannot_read(path), ProcessMesh()):
-        about = read_json_object(path / ABOUT)
+        about = files.read_json_object(path / ABOUT)
         if about.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} was written by another version of sigattn: it has format {about.get('format')}, and this "
                 f"version reads {FORMAT}; start in another run folder"
             )
-        check_files(path, [ABOUT])
-        about = read_json_object(path / ABOUT, step=int, settings=dict)
+        files.check_files(path, [ABOUT])
+        about = files.read_json_object(path / ABOUT, step=int, settings=dict)
     return about["step"], about["settings"]
 
 
@@ -182,8 +176,7 @@ def _state(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Return the tensors of a run by name, and the state dicts of module and optimiser that hold them.
 
-    The numbers in the optimiser's groups are no tensors and are not saved: the run's settings and the step determine
-    them.
+    The optimiser's numbers are not saved: the run's settings and the step determine them.
     """
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -230,12 +223,12 @@ def _read_tensors(path: Path, tensors: dict[str, Tensor], processes: ProcessMesh
 def _check_files(path: Path, processes: ProcessMesh) -> None:
     """Raise CheckpointError if a file of a checkpoint is missing or damaged."""
     with _errors_on_all_processes(_cannot_read(path), processes):
-        if differing := sorted({*_files(path)} ^ read_checksums(path).keys()):
-            raise FileFormatError(f"{path / differing[0]} is missing, or not in {CHECKSUMS}")
-        check_files(path, _files(path)[_part_of(processes)])
+        if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
+            raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
+        files.check_files(path, _file_names(path)[_part_of(processes)])
 
 
-def _files(path: Path) -> list[str]:
+def _file_names(path: Path) -> list[str]:
     """Return the names of a checkpoint's files except that of the checksums."""
     return [ABOUT, *sorted(p.name for p in path.glob("*.safetensors"))]
 
@@ -260,7 +253,7 @@ def _errors_on_all_processes(failure: str, processes: ProcessMesh) -> Iterator[N
     error: BaseException | None = None
     try:
         yield
-    except (OSError, FileFormatError, CheckpointException) as caught:
+    except (OSError, files.FileFormatError, CheckpointException) as caught:
         error = caught
     if processes.reduce_max(error is not None):
         reason = "another process failed" if error is None else _reason(error)
@@ -274,14 +267,7 @@ def _reason(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}"
-
-
-def _tidy(folder: Path) -> None:
-    """Delete checkpoints that an interrupted process left half written or half deleted."""
-    for path in folder.iterdir():
-        if path.suffix in (UNFINISHED, OLD):
-            shutil.rmtree(path)
+    return str(error) if isinstance(error, files.FileFormatError) else f"{type(error).__name__}: {error}"
 
 
 def _remove(path: Path) -> None:

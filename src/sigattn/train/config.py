@@ -1,20 +1,19 @@
-"""Configuration of training: the loop, the optimiser and the learning-rate schedule."""
+"""Configuration of training: the loop, the optimiser and the schedule; and what of it identifies a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from sigattn.validation import (
-    SettingsError,
-    check_at_least,
-    check_bool,
-    check_fraction,
-    check_not_negative,
-    check_positive,
-    check_probability,
-    check_seed,
-)
+from sigattn import validation
+from sigattn.validation import SettingsError
+
+# settings that may change when a run is resumed: they change rounding, and what is drawn at random within a step
+CHANGEABLE_SETTINGS = {
+    *("parallel", "tensor_parallel", "context_parallel", "grad_accum_steps", "compile", "checkpoint_activations"),
+    *("wandb", "keep_checkpoints", "validate_every", "eval_batch_size", "checkpoint_every", "log_attention_every"),
+    "statistics_every",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +97,25 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "max_steps", "batch_size", "grad_accum_steps", "validate_every", "eval_batch_size")
-        check_at_least(
-            1, self, "checkpoint_every", "keep_checkpoints", "tensor_parallel", "context_parallel", "decay_every"
-        )
-        check_at_least(0, self, "warmup_steps", "decay_start", "log_attention_every", "statistics_every")
-        check_not_negative(self, "learning_rate", "final_learning_rate", "weight_decay")
-        check_positive(self, "eps", "max_grad_norm")
-        check_probability(self, "betas")
-        check_fraction(self, "ema")
-        check_seed(self, "seed")
-        check_bool(self, "independent_decay", "mup_simple", "checkpoint_activations", "compile")
+        every = ("validate_every", "checkpoint_every", "decay_every")
+        sizes = ("max_steps", "batch_size", "grad_accum_steps", "eval_batch_size", "keep_checkpoints")
+        validation.check_at_least(1, self, *every, *sizes, "tensor_parallel", "context_parallel")
+        validation.check_at_least(0, self, "warmup_steps", "decay_start", "log_attention_every", "statistics_every")
+        validation.check_not_negative(self, "learning_rate", "final_learning_rate", "weight_decay")
+        validation.check_positive(self, "eps", "max_grad_norm")
+        validation.check_probability(self, "betas")
+        validation.check_fraction(self, "ema")
+        validation.check_seed(self, "seed")
+        validation.check_bool(self, "independent_decay", "mup_simple", "checkpoint_activations", "compile")
         if self.independent_decay and (self.optimizer != "adamw" or not self.learning_rate):
             raise SettingsError(
                 'independent_decay=True needs optimizer="adamw" and a learning_rate above 0; got '
                 f"optimizer={self.optimizer!r}, learning_rate={self.learning_rate}"
             )
+
+
+def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) -> dict[str, Any]:
+    """Return the settings, with the fingerprint of the data, that must be the same when a run is resumed."""
+    fixed = {name: value for name, value in asdict(training).items() if name not in CHANGEABLE_SETTINGS}
+    settings = {f"task.{name}": value for name, value in asdict(task).items()}
+    return {**asdict(model), **fixed, **settings, "task": type(task).__name__, "data": data}

@@ -19,11 +19,8 @@ class FolderInUseError(Exception):
 def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is created if missing; the thread that holds it can enter again.
 
-    The operating system releases the lock when the process ends, also if it is killed. The empty file ``run.lock``
-    remains.
-
-    Raises:
-        FolderInUseError: if another process, or another thread of this one, holds the lock.
+    The operating system releases the lock when the process ends, also if it is killed; the file ``run.lock`` remains.
+    Raises FolderInUseError if another process, or another thread of this one, holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.resolve() / LOCK_FILE, is_singleton=True)  # one object per file, so that it can enter again

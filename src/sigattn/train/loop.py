@@ -17,9 +17,8 @@ from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh
 from sigattn.models import saving
 from sigattn.models.config import ModelConfig
 from sigattn.train import checkpoint
-from sigattn.train.config import TrainConfig
+from sigattn.train.config import TrainConfig, settings_to_resume
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
-from sigattn.train.identity import settings_to_resume
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.trainer import Row, Trainer

@@ -16,15 +16,8 @@ from sigattn.validation import SettingsError
 def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Optimizer:
     """Return the optimiser of a configuration. Weight decay applies to matrices only, not to biases or norms.
 
-    Each group of parameters has a "factor", by which the learning rate of the schedule is multiplied.
-
-    Args:
-        module: its parameters that require a gradient are trained.
-        config: the configuration of training.
-        embed_dim: width of the model, used by μP-simple.
-
-    Raises:
-        SettingsError: if the optimizer is unknown.
+    Each group of parameters has a "factor", by which the learning rate of the schedule is multiplied. ``embed_dim`` is
+    the width of the model, used by μP-simple.
     """
     factors = mup_simple(module, embed_dim) if config.mup_simple else {}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}

@@ -25,11 +25,8 @@ def extract_features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, T
 def linear_probe(training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]) -> float:
     """Return the top-1 accuracy in 0 … 1 of multinomial logistic regression on standardised features.
 
-    The loss includes 1e-3 / 2 times the squared weights; L-BFGS minimises it in at most 200 iterations.
-
-    Args:
-        training: training features (samples, embed_dim) and labels (samples,).
-        held_out: held-out features and labels.
+    Training and held-out data are features (samples, embed_dim) and labels (samples,). The loss includes 1e-3 / 2 times
+    the squared weights; L-BFGS minimises it in at most 200 iterations.
     """
     x, y = training
     mean, spread = x.mean(0), x.std(0) + 1e-6

@@ -110,11 +110,7 @@ class Trainer:
         return cls(task, config, data, processes, module, optimizer, average, folder / "checkpoints")
 
     def load_last_checkpoint(self, settings: dict[str, Any]) -> int:
-        """Load the state of the last checkpoint, if there is one, and return the number of steps done.
-
-        Raises:
-            CheckpointError: if the checkpoint does not fit, or its weights are not finite.
-        """
+        """Load the last checkpoint, if any, and return the number of steps done; raise if it does not fit."""
         checkpoints = checkpoint.list_checkpoints(self.checkpoints)
         if not checkpoints:
             return 0
@@ -221,8 +217,10 @@ class Trainer:
             That mean, the mean norm of the outputs of the ``recorded`` layers (None without such layers), and the
             layers' last statistics in each of this process's micro-batches.
         """
-        processes, device = self.processes, self.processes.device
-        shard = self._sequence_shard(batch)
+        processes, device, shard = self.processes, self.processes.device, None
+        if processes.cp_mesh is not None:
+            positions = SequenceSharding(batch[0].shape[1], processes.cp_size, balanced=True)
+            shard = ContextParallelShard(processes.cp_mesh, positions)
         micro_batches = self._micro_batches(batch, shard)
         counts = [self.task.count(part) if is_counted else 0 for part, is_counted in micro_batches]
         # the weights are by the terms of all processes: a mean over each one's own would depend on their number
@@ -267,14 +265,6 @@ class Trainer:
             missing = self.processes.reduce_max(len(parts)) - len(parts)
         counted = [not isinstance(batch, PlaceholderBatch)] * len(parts)
         return list(zip(parts + parts[-1:] * missing, counted + [False] * missing, strict=True))
-
-    def _sequence_shard(self, batch: Batch) -> ContextParallelShard | None:
-        """Return this process's shard of the batch's sequences, or None without context parallelism."""
-        mesh = self.processes.cp_mesh
-        if mesh is None:
-            return None
-        positions = SequenceSharding(batch[0].shape[1], mesh.size(), balanced=True)
-        return ContextParallelShard(mesh, positions)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
