@@ -14,6 +14,7 @@ from typing import Any, cast
 from experiments.experiment import Experiment, ExperimentError, Kind, Result, Scale, Setting, Stored
 from experiments.intervals import VERDICTS
 from experiments.registry import EXPERIMENTS, find_experiment
+from experiments.summaries import SUMMARIES
 from sigattn.data.dataset import DataError
 
 INTRODUCTION = (
@@ -186,15 +187,16 @@ def read_pages(folder: Path) -> list[Page]:
 
 
 def page_markdown(w: Page) -> str:
-    """Return a page as Markdown."""
-    lines = [f"# {w.title}", "", f"{w.source}. {w.extent}", ""]
-    if w.differs:
-        lines += [f"Differs from the paper's set-up: {w.differs}.", ""]
-    lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
+    """Return a page as Markdown: a sentence, the figure, the table, the verdicts, and how they were made."""
+    lines = [f"# {w.title}", "", f"{SUMMARIES[w.name]}: {_verdicts(w.findings)}."]
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
         lines += ["", w.figure_seeds] if w.figure_seeds else []
-    lines += ["", markdown_table(w.columns, w.rows)]
+    lines += ["", markdown_table(w.columns, w.rows), "", "## Verdicts", ""]
+    lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
+    lines += ["", "## Set-up", "", f"{w.source}. {w.extent}"]
+    if w.differs:
+        lines += ["", f"Differs from the paper's set-up: {w.differs}."]
     if w.data:
         lines += ["", "Data: " + "; ".join(w.data) + "."]
     about = w.provenance
@@ -203,6 +205,24 @@ def page_markdown(w: Page) -> str:
     if w.extends:
         lines += ["", f"The first seeds are those of {'; of '.join(map(_origin, w.extends))}."]
     return "\n".join(lines) + "\n"
+
+
+IN_WORDS: dict[str, tuple[str, str]] = {
+    "agrees": ("agrees", "agree"),
+    "differs": ("differs", "differ"),
+    "equivalent": ("is equivalent", "are equivalent"),
+    "depends": ("depends", "depend"),
+    "not shown": ("is not shown", "are not shown"),
+}
+
+
+def _verdicts(findings: Sequence[dict[str, str]]) -> str:
+    """Return the number of claims of each verdict: ``of 6 claims 4 agree, 1 differs and 1 is not shown``."""
+    counts = Counter(f["verdict"] for f in findings)
+    if len(findings) == 1:
+        return f"its claim {IN_WORDS[findings[0]['verdict']][0]}"
+    *first, last = (f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v])
+    return f"of {len(findings)} claims {', '.join(first)}{' and ' if first else ''}{last}"
 
 
 def _origin(about: dict[str, Any]) -> str:

@@ -90,15 +90,14 @@ class SpeechTable(ablation.Ablation):
         return ("variant", f"WER %, {trained}", f"CER %, {trained}", *of_parts, "gradient spikes"), rows
 
     def plot(self, data: Sequence[Row]) -> Figure:
-        """Plot the mean errors by length."""
-        parts = _parts(data)
-        figure, (axis,) = drawing.axes_grid(1, width=8.0, height=4.6)
-        for name, style in drawing.variant_styles(dict.fromkeys(row["variant"] for row in data)).items():
-            means = [statistics.mean(select(data, "cer", variant=name, part=part)) for part in parts]
-            axis.plot(range(len(parts)), means, style["linestyle"], marker="o", ms=3, label=name, color=style["colour"])
-        axis.set_xticks(range(len(parts)), parts)
-        axis.set_ylabel("character errors, %")
-        axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        """Plot each seed of each variant: errors at the lengths of training, errors of longer strings, and spikes."""
+        errors, longest, spikes = (self.values(data, metric) for metric in ("", LONGEST, SPIKES))
+        figure, axes = drawing.axes_grid(3, width=3.4, height=1.0 + 0.25 * len(errors))
+        for axis, values in zip(axes, (errors, longest, spikes), strict=True):
+            drawing.plot_seeds(axis, values)
+        axes[0].set(xscale="log", xlabel=f"{self.label}, to {DIGITS[-2]} digits")
+        axes[1].set(xscale="log", xlabel=f"{self.label}, {_parts(data)[-1]}", yticklabels=())
+        axes[2].set(xlabel="gradient spikes", yticklabels=())
         return figure
 
     def count_seeds(self, rows: Sequence[Row]) -> dict[str, int]:
@@ -132,14 +131,12 @@ def speech_experiment(
     claims: Sequence[Claim],
     smoke: tuple[str, ...],
     *,
-    curves: bool = False,
     paper: str | Trainings = "asr-ls960",
 ) -> Experiment:
     """Return the experiment of a table.
 
     Args:
         name, title, source: see ``Experiment``. variants, claims, smoke: see ``Ablation``.
-        curves: if True, plot losses and gradient norms over the steps, instead of the errors by length.
         paper: recipe of all variants at the paper's scale, or the trainings themselves.
     """
     evaluation = "sigattn evaluate RUN --data LIBRISPEECH (errors by split), or TEDLIUM (by duration)"
@@ -152,7 +149,6 @@ def speech_experiment(
         TOLERANCE,
         relative=True,
         smoke=smoke,
-        curves="gradient_norm" if curves else "",
         learned=lambda errors: errors < UNTRAINED,
         paper=(paper, "LIBRISPEECH", evaluation),
     )

@@ -219,7 +219,6 @@ STABILITY_TABLE = speech_experiment(
         _spikes("With RoPE a bias in Q makes gradients spike.", "sigmoid, b = -5 in Q, RoPE", "sigmoid, RoPE"),
     ),
     smoke=("sigmoid, CAPE", "sigmoid, b = -5 in Q, CAPE"),
-    curves=True,
 )
 NO_QK_HYBRID = "sigmoid, hybrid-norm, no QK-norm"
 HYBRID_TABLE = speech_experiment(
@@ -247,7 +246,6 @@ HYBRID_TABLE = speech_experiment(
         ),
     ),
     smoke=("softmax, RoPE", NO_QK_HYBRID),
-    curves=True,
 )
 POST_TABLE = speech_experiment(
     "speech-post",
@@ -264,7 +262,6 @@ POST_TABLE = speech_experiment(
         _spikes("Without a bias gradients spike.", "sigmoid, CAPE, b = 0, no QK-norm", "softmax, CAPE"),
     ),
     smoke=("softmax, CAPE", "sigmoid, CAPE"),
-    curves=True,
     paper="asr-ls100-post",
 )
 EXPERIMENTS = (BIAS, STRUCTURE, STABILITY_TABLE, HYBRID_TABLE, POST_TABLE)

@@ -39,6 +39,35 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), names)
 
 
+GUIDES = "start operator layers convert training serving long-sequences integrations why coming-from support index"
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES.split())]
+NUMBER = re.compile(r"(?<![\w.,])\d[\d.,]*")
+
+
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page and the items of its lists, without code, tables, headings and addresses."""
+    text = re.sub(r"^```.*?^```$|^(?:\||#|    ).*?$|<[^>]*>|\]\([^)]*\)", "", page.read_text(), flags=re.S | re.M)
+    text = re.sub(r"`[^`]*`", "code", text)
+    return [" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s|\n\s*\n|\n\s*(?:-|\d+\.) ", text) if s.strip()]
+
+
+def test_sentences_of_the_guides_are_short():
+    """At most ten have more than 35 words, or more than three numbers."""
+    read = [f"{page.name}: {s}" for page in READ for s in sentences(page)]
+    long = [s for s in read if len(s.split()) > 36 or len(NUMBER.findall(s)) > 3]
+    assert len(read) > 300
+    assert len(long) <= 10, "\n".join(long)
+
+
+def test_guides_can_be_read_in_a_terminal():
+    wide = [f"{p.name}: {x}" for p in READ for x in p.read_text().splitlines() if len(x) > 120 and x[:1] != "|"]
+    assert wide == []
+    readme = ROOT / "README.md"
+    assert max(map(len, readme.read_text().splitlines())) <= 120
+    assert len(readme.read_text().splitlines()) <= 90
+    assert sum(len(NUMBER.findall(sentence)) for sentence in sentences(readme)) <= 40
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", page.read_text()):

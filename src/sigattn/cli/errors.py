@@ -6,6 +6,7 @@ Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ def exit_on_errors(
 ) -> Iterator[None]:
     """Exit with a code and one line for the errors of a command, which ``usage`` and ``data`` extend."""
     usage = (*USAGE_ERRORS, *usage)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead
     try:
         yield
     except BrokenPipeError:  # the reader of the output has exited, for example head
