@@ -92,12 +92,17 @@ class SpeechTable(ablation.Ablation):
     def plot(self, data: Sequence[Row]) -> Figure:
         """Plot each seed of each variant: errors at the lengths of training, errors of longer strings, and spikes."""
         errors, longest, spikes = (self.values(data, metric) for metric in ("", LONGEST, SPIKES))
-        figure, axes = drawing.axes_grid(3, width=3.4, height=1.0 + 0.25 * len(errors))
+        figure, axes = drawing.axes_grid(3, width=3.8, height=1.0 + 0.25 * len(errors))
         for axis, values in zip(axes, (errors, longest, spikes), strict=True):
             drawing.plot_seeds(axis, values)
-        axes[0].set(xscale="log", xlabel=f"{self.label}, to {DIGITS[-2]} digits")
-        axes[1].set(xscale="log", xlabel=f"{self.label}, {_parts(data)[-1]}", yticklabels=())
-        axes[2].set(xlabel="gradient spikes", yticklabels=())
+        ticks = (2, 5, 10, 20, 50, 100)
+        for axis, part in zip(axes, (f"to {DIGITS[-2]} digits", _parts(data)[-1]), strict=False):
+            axis.set(xscale="log", xlabel=f"{self.label}, {part}")
+            axis.set_xticks(ticks, list(map(str, ticks)))
+            axis.set_xticks((), minor=True)
+        for axis in axes[1:]:
+            axis.set_yticklabels(())
+        axes[2].set_xlabel("gradient spikes")
         return figure
 
     def count_seeds(self, rows: Sequence[Row]) -> dict[str, int]:
