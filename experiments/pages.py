@@ -188,7 +188,7 @@ def read_pages(folder: Path) -> list[Page]:
 
 def page_markdown(w: Page) -> str:
     """Return a page as Markdown: a sentence, the figure, the table, the verdicts, and how they were made."""
-    lines = [f"# {w.title}", "", f"{SUMMARIES[w.name]}: {_verdicts(w.findings)}."]
+    lines = [f"# {w.title}", "", f"{SUMMARIES.get(w.name, w.title)}: {_verdicts(w.findings)}."]
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
         lines += ["", w.figure_seeds] if w.figure_seeds else []
@@ -219,10 +219,9 @@ IN_WORDS: dict[str, tuple[str, str]] = {
 def _verdicts(findings: Sequence[dict[str, str]]) -> str:
     """Return the number of claims of each verdict: ``of 6 claims 4 agree, 1 differs and 1 is not shown``."""
     counts = Counter(f["verdict"] for f in findings)
-    if len(findings) == 1:
-        return f"its claim {IN_WORDS[findings[0]['verdict']][0]}"
-    *first, last = (f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v])
-    return f"of {len(findings)} claims {', '.join(first)}{' and ' if first else ''}{last}"
+    *first, last = [f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v]] or ["are judged"]
+    together = f"{', '.join(first)} and {last}" if first else last
+    return f"of {len(findings)} claim{'s' * (len(findings) != 1)} {together}"
 
 
 def _origin(about: dict[str, Any]) -> str:
