@@ -223,9 +223,9 @@ _NARROW = {(tiles, "NARROW_FROM"): (0, 0), (tiles, "has_bfloat16_products"): lam
 PATHS = {
     "as users meet it": {},
     "bfloat16 products": _NARROW,
-    "bias as a column, saved weights": {**_NARROW, (tiles, "EXTENDED_FROM"): 0, (dense, "MOST_SAVED"): 10**6},
-    "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9, (dense, "MOST_SAVED"): 0},
-    "small tiles, bfloat16 products, bias as a column": {**_SMALL_TILES, **_NARROW, (tiles, "EXTENDED_FROM"): 0},
+    "bfloat16 products, saved weights": {**_NARROW, (dense, "MOST_SAVED"): 10**6},
+    "small tiles": {**_SMALL_TILES, (dense, "MOST_SAVED"): 0},
+    "small tiles, bfloat16 products": {**_SMALL_TILES, **_NARROW},
 }
 
 

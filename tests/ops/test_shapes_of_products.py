@@ -12,8 +12,8 @@ OPTIONS = {
     "plain": (60, lambda n: {}),
     "key_lengths": (60, lambda n: {"key_lengths": torch.tensor([n // 2 + 1])}),
     "bool mask": (60, lambda n: {"attn_mask": torch.ones(n, n, dtype=torch.bool)}),
-    "causal": (400, lambda n: {"is_causal": True}),
-    "window": (250, lambda n: {"window": (n // 9, 0)}),
+    "causal": (370, lambda n: {"is_causal": True}),
+    "window": (190, lambda n: {"window": (n // 9, 0)}),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import normalization
-from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, Tiling, arithmetic, choose_tiles, groups, padded
+from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, arithmetic, choose_tiles, groups, new_memory, padded
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.positions import distances
@@ -73,25 +73,27 @@ def _attend(problem: Problem, result: Result) -> None:
         out.zero_()
         row_sums.zero_()
         return
-    drops, normalize, tiling = problem.seed is not None, problem.normalize, choose_tiles(problem, weights, outer=0)
-    memory = weights.view(-1) if tiling.is_saved else new_memory(problem, tiling)
+    tiling = choose_tiles(problem, weights, outer=0)
+    memory = weights if tiling.is_saved else new_memory(problem, tiling)
     for group in groups(problem, tiling):
         group.prepare_logits()
-        memory_of_p = memory[group.first_weight :] if tiling.is_saved else memory
         for i0 in range(0, tiling.num_queries, tiling.rows):
             i1 = min(i0 + tiling.rows, tiling.num_queries)
-            target = group.result_rows(out, group.query_heads, i0, i1)  # (nb, nh · rep, R, Dv)
+            target = group.rows_of(out, group.query_heads, i0, i1)  # (nb, nh · rep, R, Dv)
             total: Tensor | None = None  # (G, rep · R, Dv)
-            sums = group.result_rows(row_sums[..., :1], group.query_heads, i0, i1).zero_() if normalize else None
+            sums: Tensor | None = None  # (G, rep · R, 1)
             for j0, j1 in group.visible(i0, i1, outer=0):
-                p = group.tile(memory_of_p, i0, i1, j0, j1)  # (G, rep · R, C)
-                group.write_weights(p, i0, i1, j0, j1)  # P = σ(scale · Q Kᵀ + b)
-                if sums is not None:  # t += P 1
-                    sums += group.by_head(p, i0, i1, j0, j1).sum(-1, keepdim=True, dtype=sums.dtype).view(sums.shape)
-                p = group.drop(p, i0, i1, j0, j1) if drops else p
-                total = add_product(total, p, group.columns(group.value, j0, j1), target)  # O += P V
-            if sums is not None and total is not None:
-                total = group.divide_rows(total, sums)  # O / t
+                p = group.weights(memory, i0, i1, j0, j1)  # P = σ(scale · Q Kᵀ + b), (G, rep · R, C)
+                if problem.normalize:
+                    part = p.sum(-1, keepdim=True, dtype=row_sums.dtype)
+                    sums = part if sums is None else sums.add_(part)  # t += P 1
+                p = p if problem.seed is None else group.drop(p, i0, i1, j0, j1)
+                total = add_product(total, p, group.value[:, j0:j1], target)  # O += P V
+            if problem.normalize:
+                write(group.rows_of(row_sums[..., :1], group.query_heads, i0, i1), sums)
+                if total is not None and sums is not None:  # O / t
+                    inverse = torch.where(sums == 0, 0, 1 / sums)
+                    total = total.mul_(inverse) if total.dtype is inverse.dtype else total * inverse
             write(target, total, problem.keep_scale)
 
 
@@ -134,46 +136,39 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
         problem, grad_out, row_terms = normalization.backward_operands(problem, grad_out, result)
     weights, (d_query, d_key, d_value, *d_options) = result.weights, gradients
     is_empty = not grad_out.numel() or not problem.key.shape[2]
-    tiling = None if is_empty else choose_tiles(problem, weights, outer=1)
-    if tiling is None or not tiling.is_whole or problem.key_lengths is not None:  # some rows are in no tile
+    if is_empty or problem.key_lengths is not None:  # some keys are in no tile
         for gradient in (d_query, d_key, d_value):
             if gradient is not None:
                 gradient.zero_()
-    if tiling is None:
+    if is_empty:
         return
-    drops, scale, has_options = problem.seed is not None, problem.scale_value, any(d is not None for d in d_options)
-    memory = weights.view(-1) if tiling.is_saved else new_memory(problem, tiling)
+    tiling = choose_tiles(problem, weights, outer=1)
+    has_options = any(d is not None for d in d_options)
     needs_d = d_query is not None or d_key is not None or has_options
+    memory = weights if tiling.is_saved else new_memory(problem, tiling)
     memory_of_d = new_memory(problem, tiling) if needs_d else None
     for group in groups(problem, tiling):
         if not tiling.is_saved or problem.softcap:
             group.prepare_logits()
-        memory_of_p = memory[group.first_weight :] if tiling.is_saved else memory
         d_out = group.of_queries(grad_out)  # (G, rep · N, Dv)
-        d_out = d_out * problem.keep_scale if drops else d_out
+        d_out = d_out if problem.seed is None else d_out * problem.keep_scale
         terms = None if row_terms is None else group.of_queries(row_terms, row_terms.dtype)  # (G, rep · N, 1)
-        query_sum: Tensor | None = None  # (G, rep, N, D)
-        if d_query is not None and not tiling.is_whole:
-            wide = torch.promote_types(tiling.dtype, torch.float32)
-            query_sum = group.query.new_zeros(
-                group.size, group.shape[2], tiling.num_queries, d_query.shape[3], dtype=wide
-            )
+        d_query_rows = None if d_query is None else group.rows_of(d_query, group.query_heads, 0, tiling.num_queries)
+        query_sums = None if d_query is None or tiling.is_whole else group.new_query_sums()  # (G, rep, N, D)
         for j0 in range(0, group.num_keys, tiling.columns):
             j1 = min(j0 + tiling.columns, group.num_keys)
-            key, value = group.columns(group.key, j0, j1), group.columns(group.value, j0, j1)  # (G, C, D or Dv)
-            d_key_rows = None if d_key is None else group.result_rows(d_key, group.heads, j0, j1)  # (nb, nh, C, D)
-            d_value_rows = None if d_value is None else group.result_rows(d_value, group.heads, j0, j1)
+            key, value = group.key[:, j0:j1], group.value[:, j0:j1]  # (G, C, D or Dv)
+            d_key_rows = None if d_key is None else group.rows_of(d_key, group.heads, j0, j1)  # (nb, nh, C, D)
+            d_value_rows = None if d_value is None else group.rows_of(d_value, group.heads, j0, j1)
             key_sum: Tensor | None = None  # (G, C, D)
             value_sum: Tensor | None = None  # (G, C, Dv)
             for i0, i1 in group.visible(j0, j1, outer=1):
                 query, d_rows = group.rows(group.query, i0, i1), group.rows(d_out, i0, i1)  # (G, rep · R, D or Dv)
-                p = group.tile(memory_of_p, i0, i1, j0, j1)  # (G, rep · R, C)
-                if not tiling.is_saved:
-                    group.write_weights(p, i0, i1, j0, j1)
+                p = group.tile(memory, i0, i1, j0, j1) if tiling.is_saved else group.weights(memory, i0, i1, j0, j1)
                 if memory_of_d is not None:
                     d = group.tile(memory_of_d, i0, i1, j0, j1)
                     torch.bmm(d_rows, value.transpose(1, 2), out=d)  # dP = dO Vᵀ
-                    d = group.drop(d, i0, i1, j0, j1) if drops else d
+                    d = d if problem.seed is None else group.drop(d, i0, i1, j0, j1)
                     d = d if terms is None else d.sub_(group.rows(terms, i0, i1))  # dP - δ
                     torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
                     group.hide(d, i0, i1, j0, j1)  # 0 · NaN where V or dO is not finite
@@ -181,26 +176,21 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
                         add_sums(group, d, i0, i1, j0, j1, gradients)
                     if problem.softcap:  # bias, mask and slopes are added after the cap
                         d *= group.slope_of_cap(i0, i1, j0, j1)
-                    if query_sum is not None:
-                        query_sum[:, :, i0:i1] += torch.bmm(d, key).view(*query_sum[:, :, i0:i1].shape)  # dQ += dS K
-                    elif d_query is not None:
-                        target = group.result_rows(d_query, group.query_heads, i0, i1)
-                        write(target, add_product(None, d, key, target), scale)  # dQ = scale · dS K
+                    if d_query_rows is not None and query_sums is None:  # the only tile
+                        query_sums = add_product(None, d, key, d_query_rows)  # dQ = dS K
+                    elif query_sums is not None:
+                        query_sums[:, :, i0:i1] += torch.bmm(d, key).unflatten(1, (-1, i1 - i0))  # dQ += dS K
                     if d_key_rows is not None:
                         key_sum = add_product(key_sum, d.transpose(1, 2), query, d_key_rows)  # dK += dSᵀ Q
                 if d_value_rows is not None:
-                    p = group.drop(p, i0, i1, j0, j1) if drops else p
+                    p = p if problem.seed is None else group.drop(p, i0, i1, j0, j1)
                     value_sum = add_product(value_sum, p.transpose(1, 2), d_rows, d_value_rows)  # dV += Pᵀ dO
-            write_keys(group, d_key_rows, key_sum, j0, scale)
-            write_keys(group, d_value_rows, value_sum, j0)
-        if d_query is not None and query_sum is not None:
-            write(group.result_rows(d_query, group.query_heads, 0, tiling.num_queries), query_sum, scale)
-
-
-def new_memory(problem: Problem, tiling: Tiling) -> Tensor:
-    """Return memory for a tile, which is used again for every tile because new memory is slow to write."""
-    heads = tiling.samples * tiling.heads * (problem.query.shape[1] // problem.key.shape[1])
-    return problem.query.new_empty(heads * tiling.rows * tiling.columns, dtype=tiling.dtype)
+            if d_key_rows is not None:
+                write(d_key_rows, group.existing(key_sum, j0, j1), problem.scale_value)
+            if d_value_rows is not None:
+                write(d_value_rows, group.existing(value_sum, j0, j1))
+        if d_query_rows is not None:
+            write(d_query_rows, query_sums, problem.scale_value)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, target: Tensor) -> Tensor:
@@ -216,7 +206,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, target: Tensor) -> T
 
 
 def write(target: Tensor, total: Tensor | None, factor: float = 1.0) -> None:
-    """Write ``factor`` times the total, without its padding rows, unless it is in the memory of the target already."""
+    """Write ``factor`` times a total, without its padding rows, unless it is in the memory of the target already."""
     if total is None:  # no tile was visible
         target.zero_()
         return
@@ -225,17 +215,6 @@ def write(target: Tensor, total: Tensor | None, factor: float = 1.0) -> None:
     if total.data_ptr() != target.data_ptr():
         *heads, rows, features = target.shape
         target.copy_(total.view(*heads, -1, features)[..., :rows, :])
-
-
-def write_keys(group: Group, target: Tensor | None, total: Tensor | None, j0: int, factor: float = 1.0) -> None:
-    """Write the gradient of keys from j0 on; 0 beyond ``key_lengths``, even if that of the output is not finite."""
-    if target is None:
-        return
-    if total is not None and group.exists is not None:
-        *heads, number, features = target.shape
-        exists = group.exists[:, :, j0 : j0 + number]
-        total = total.view(*heads, -1, features)[:, :, :number].masked_fill(~exists, 0)
-    write(target, total, factor)
 
 
 def add_sums(group: Group, d: Tensor, i0: int, i1: int, j0: int, j1: int, gradients: Gradients) -> None:

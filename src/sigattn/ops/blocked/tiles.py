@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sigattn.ops.block_mask import HIDDEN, Blocks, runs
 from sigattn.ops.dropout import keep_mask
@@ -26,9 +27,7 @@ SHORT_SIDE = 256  # least queries (keys) of a tile of several heads
 WINDOWED_SIDE = 128  # most, with a window: smaller tiles skip more of what it hides
 WHOLE_UP_TO = 540**2  # weights of a head up to which skipping what a window hides gains nothing
 NARROW_FROM = 16, 24**2  # rows and weights of a key head from which bfloat16 products are faster than float32
-# rows from which copying query and key with the bias as a column takes less time than adding it to each tile; half as
-# many in bfloat16, where additions are slow
-EXTENDED_FROM = 640
+DENSE_FROM = 640  # rows from which copying operands that are not dense takes less time than their products lose
 
 
 def arithmetic(problem: Problem) -> torch.dtype:
@@ -143,69 +142,55 @@ class Group:
     Attributes:
         query: (G, rep · N, D). key: (G, M, D). value: (G, M, Dv). In the compute dtype; 0 beyond ``key_lengths``.
         shape: (nb, nh, rep).
-        exists: (nb, 1, M, 1), False for keys beyond ``key_lengths``; None if there are none.
-        num_keys: number of keys to compute.
-        first_weight: index of the group's first weight among the saved weights.
+        num_keys: number of keys to compute, padded.
+        exists: (nb, 1, num_keys, 1), False for keys beyond ``key_lengths``; None if there are none.
+        samples, heads, query_heads: indices of the group.
     """
 
     def __init__(self, problem: Problem, tiling: Tiling, samples: slice, heads: slice) -> None:
-        p = problem
-        (batch, query_heads, *_), key_heads = p.query.shape, p.key.shape[1]
-        repeat = query_heads // key_heads
+        p, repeat = problem, problem.query.shape[1] // problem.key.shape[1]
         self.problem, self.tiling, self.samples, self.heads = p, tiling, samples, heads
         self.query_heads = slice(heads.start * repeat, heads.stop * repeat)
         self.shape = samples.stop - samples.start, heads.stop - heads.start, repeat
         self.size: int = self.shape[0] * self.shape[1]
-        self.is_all: bool = self.size == batch * key_heads
-        factor = 2 if tiling.dtype is torch.bfloat16 else 1
-        self.has_many_rows: bool = factor * repeat * tiling.num_queries >= EXTENDED_FROM
-        first_head = samples.start * query_heads + self.query_heads.start
-        self.first_weight: int = first_head * tiling.num_queries * tiling.num_keys
+        self.is_all: bool = self.size == p.key.shape[0] * p.key.shape[1]
         self.num_keys: int = tiling.num_keys
-        self.exists: Tensor | None = None if p.key_lengths is None else self._limit_keys(p.key_lengths[samples])
+        self.exists: Tensor | None = None
+        if p.key_lengths is not None:
+            lengths = p.key_lengths[samples]
+            if lengths.device.type == "cpu" and not tiling.is_saved:  # on an accelerator, reading would synchronise
+                longest = int(lengths.max())
+                self.num_keys = longest if p.mask_table is not None else padded(longest, tiling.dtype)
+            j = torch.arange(self.num_keys, device=p.key.device)
+            self.exists = (j < lengths.to(j.device).view(-1, 1, 1)).unsqueeze(-1)
         self.blocks: Blocks | None = None
         if p.mask_table is not None and p.mask_tiles is not None:
             self.blocks = Blocks(self.of_heads(p.mask_table), p.mask_tiles)
             self.visible_blocks = (self.blocks.table != HIDDEN).flatten(0, 2).any(0).cpu()
         self.query: Tensor = self.of_queries(p.query)
-        self.key: Tensor = self._operand(p.key, self.heads, self.num_keys)
-        self.value: Tensor = self._operand(p.value, self.heads, self.num_keys)
-
-    def _limit_keys(self, lengths: Tensor) -> Tensor:  # (nb,) → (nb, 1, M, 1)
-        """Compute the keys of the longest sample only; return which of them exist."""
-        p = self.problem
-        if lengths.device.type == "cpu" and not self.tiling.is_saved:  # on an accelerator, reading would synchronise
-            longest = int(lengths.max())
-            self.num_keys = longest if p.mask_table is not None else padded(longest, self.tiling.dtype)
-        j = torch.arange(min(self.num_keys, p.key.shape[2]), device=p.key.device)
-        return (j < lengths.to(j.device).view(-1, 1, 1)).unsqueeze(-1)
+        self.key: Tensor = self._operand(p.key, self.num_keys)
+        self.value: Tensor = self._operand(p.value, self.num_keys)
 
     def prepare_logits(self) -> None:
         """Prepare the operands of the logits, scale · Q Kᵀ + b.
 
-        The bias is added to the product; if a group has many rows, inside the product, without a pass over each tile:
-        query and key get columns whose product is b / scale. In bfloat16 they are two, of b / scale and of the
-        remainder of its rounding.
+        In bfloat16, in which the sum would be rounded once more, the bias is added inside the product: query and key
+        get two columns whose product is b / scale, and the remainder of its rounding.
         """
-        p, dtype, device = self.problem, self.tiling.dtype, self.query.device
-        query, key, scale, bias = self.query, self.key, p.scale_value, p.bias_value()
-        wide = torch.promote_types(dtype, torch.float32)
+        p, query, key = self.problem, self.query, self.key
+        scale, bias, wide = p.scale_value, p.bias_value(), torch.promote_types(self.tiling.dtype, torch.float32)
         if not 2.0**-64 < abs(scale) < 2.0**64:  # b / scale may overflow, and oneDNN does not compute 0 · Q Kᵀ
             query, scale = query * scale, 1.0
         if isinstance(bias, Tensor):
             bias = self.of_heads(bias).to(wide).expand(*self.shape, p.query.shape[2], 1)
             bias = _pad_rows(bias, self.tiling.num_queries).reshape(self.size, -1, 1)  # (G, rep · N, 1)
-        is_rounded = dtype is torch.bfloat16  # the sum of product and bias, if they are not added inside the product
-        if not p.softcap and (is_rounded or self.has_many_rows):
-            if not isinstance(bias, Tensor):
-                bias = torch.full((1, 1, 1), bias, dtype=torch.float64, device="cpu").to(
-                    device, wide
-                )  # which may be infinite
-            rest = bias / scale
-            columns = rest.to(dtype)
-            if dtype is torch.bfloat16:
-                rest = torch.nan_to_num(rest - columns, nan=0.0, posinf=0.0, neginf=0.0)  # not of inf - inf
-                columns = torch.cat([columns, rest.to(dtype)], -1)
+        if self.tiling.dtype is torch.bfloat16 and not p.softcap:
+            if not isinstance(bias, Tensor):  # which may be infinite
+                bias = torch.full((1, 1, 1), bias, dtype=torch.float64, device="cpu").to(query.device, wide)
+            term = bias / scale
+            columns = term.to(torch.bfloat16)
+            rest = torch.nan_to_num(term - columns, nan=0.0, posinf=0.0, neginf=0.0)  # not of inf - inf
+            columns = torch.cat([columns, rest.to(torch.bfloat16)], -1)
             query = torch.cat([query, columns.expand(*query.shape[:2], -1)], -1)
             key = torch.cat([key, key.new_ones(1, 1, 1).expand(*key.shape[:2], columns.shape[2])], -1)
             bias = 0.0
@@ -213,36 +198,27 @@ class Group:
 
     # -- the group's part of a tensor ---------------------------------------------------------------------------------
 
-    def _operand(self, t: Tensor, heads: slice, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the group's part of an operand, padded to ``rows`` of each head: (B, H, N or M, E) → (G, ·, E).
-
-        It is in the compute dtype, unless another is given.
-        """
-        dtype = self.tiling.dtype if dtype is None else dtype
-        if not self.is_all:
-            t = t[self.samples, heads]
-        if rows < t.shape[2]:
-            t = t[:, :, :rows]
-        if t.dtype is not dtype:
-            t = t.to(dtype)
-        if self.exists is not None and heads is self.heads:  # a NaN beyond key_lengths must not enter a product
-            t = t.masked_fill(~self.exists, 0)
-        t = _pad_rows(t, rows).reshape(self.size, t.shape[0] * t.shape[1] // self.size * rows, t.shape[3])
-        # each product would copy an operand that is not dense, if oneDNN computes it
-        return t.contiguous() if self.has_many_rows or t.dtype is torch.bfloat16 else t
+    def _operand(self, t: Tensor, rows: int) -> Tensor:  # (B, Hkv, M, E) → (G, rows, E)
+        """Return the group's keys or values, padded to a number of rows, in the compute dtype."""
+        t = self.rows_of(t, self.heads, 0, rows).to(self.tiling.dtype)
+        if self.exists is not None:  # a NaN beyond key_lengths must not enter a product
+            t = t.masked_fill(~self.exists[:, :, : t.shape[2]], 0)
+        return self._dense(_pad_rows(t, rows).reshape(self.size, rows, t.shape[3]))
 
     def of_queries(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:  # (B, Hq, N, E) → (G, rep · N, E)
-        """Return the group's part of the query, or of a gradient or term for each query, as an operand."""
-        return self._operand(t, self.query_heads, self.tiling.num_queries, dtype)
+        """Return the group's part of the query, or of a gradient or term of each query, as an operand."""
+        t = self.rows_of(t, self.query_heads, 0, t.shape[2]).to(self.tiling.dtype if dtype is None else dtype)
+        return self._dense(_pad_rows(t, self.tiling.num_queries).reshape(self.size, -1, t.shape[3]))
+
+    def _dense(self, t: Tensor) -> Tensor:
+        """Return an operand in dense memory, if each product would copy it otherwise."""
+        has_many_rows = self.shape[2] * self.tiling.num_queries >= DENSE_FROM
+        return t.contiguous() if has_many_rows or t.dtype is torch.bfloat16 else t
 
     def of_heads(self, t: Tensor) -> Tensor:  # (B or 1, Hq or 1, ·, ·) → (nb or 1, nh or 1, rep or 1, ·, ·)
         """Return the part of a tensor that applies to the group, a view."""
-        if t.shape[0] > 1 and not self.is_all:
-            t = t[self.samples]
-        if t.shape[1] == 1:
-            return t.unsqueeze(1)
-        t = t.view(t.shape[0], -1, self.shape[2], *t.shape[2:])
-        return t if self.is_all else t[:, self.heads]
+        t = t if t.shape[0] == 1 else t[self.samples]
+        return t.unsqueeze(1) if t.shape[1] == 1 else t[:, self.query_heads].unflatten(1, self.shape[1:])
 
     def of_tile(self, t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         """Return a tile's part of a tensor broadcastable to (B, Hq, N, M), broadcastable to (nb, nh, rep, R, C)."""
@@ -250,19 +226,26 @@ class Group:
         t = t if t.shape[3] == 1 else t[..., i0:i1, :]
         return t if t.shape[4] == 1 else t[..., j0:j1]
 
-    def result_rows(self, t: Tensor, heads: slice, i0: int, i1: int) -> Tensor:  # (B, H, N, E) → (nb, heads, R, E)
-        """Return rows i0 … i1 - 1 of the group's part of the output or of a gradient, a view."""
+    def rows_of(self, t: Tensor, heads: slice, i0: int, i1: int) -> Tensor:  # (B, H, N, E) → (nb, heads, R, E)
+        """Return rows i0 … i1 - 1 of the group's part of an operand, the output or a gradient, a view."""
         return t if self.is_all and i1 - i0 >= t.shape[2] else t[self.samples, heads, i0:i1]
 
     def rows(self, t: Tensor, i0: int, i1: int) -> Tensor:  # (G, rep · N, E) → (G, rep · R, E)
         """Return rows i0 … i1 - 1 of each query head."""
         if i1 - i0 == self.tiling.num_queries:
             return t
-        return t.view(self.size, self.shape[2], -1, t.shape[2])[:, :, i0:i1].reshape(self.size, -1, t.shape[2])
+        return t.unflatten(1, (self.shape[2], -1))[:, :, i0:i1].flatten(1, 2)
 
-    def columns(self, t: Tensor, j0: int, j1: int) -> Tensor:  # (G, M, E) → (G, C, E)
-        """Return keys or values j0 … j1 - 1."""
-        return t if j1 - j0 == self.num_keys else t[:, j0:j1]
+    def existing(self, t: Tensor | None, j0: int, j1: int) -> Tensor | None:  # (G, C, E)
+        """Return the gradient of keys j0 … j1 - 1: 0 beyond ``key_lengths``, even if the output's is not finite."""
+        if t is None or self.exists is None:
+            return t
+        return t.view(*self.shape[:2], j1 - j0, -1).masked_fill(~self.exists[:, :, j0:j1], 0)
+
+    def new_query_sums(self) -> Tensor:  # (G, rep, N, D)
+        """Return zeros for the sums of the query's gradient over tiles."""
+        wide = torch.promote_types(self.tiling.dtype, torch.float32)
+        return self.query.new_zeros(self.query.shape, dtype=wide).unflatten(1, (self.shape[2], -1))
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -291,23 +274,24 @@ class Group:
         return [(i, min(i + side, last)) for first, last in spans for i in range(first, last, side)]
 
     def tile(self, memory: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:  # (G, rep · R, C)
-        """Return a tile for queries i0 … i1 - 1 and keys j0 … j1 - 1 in some memory, uninitialised."""
+        """Return the memory of a tile for queries i0 … i1 - 1 and keys j0 … j1 - 1, uninitialised if not saved."""
+        if memory.dim() == 4:
+            return memory[self.samples, self.query_heads].view(self.size, -1, memory.shape[3])
         rows, columns = self.shape[2] * (i1 - i0), j1 - j0
-        return memory.as_strided((self.size, rows, columns), (rows * columns, columns, 1))
+        return memory[: self.size * rows * columns].view(self.size, rows, columns)
 
     def by_head(self, tile: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         """View a tile as (nb, nh, rep, R, C), without padding."""
         n, m = self.problem.query.shape[2], self.problem.key.shape[2]
-        tile = tile.view(*self.shape, i1 - i0, j1 - j0)
-        return tile if i1 <= n and j1 <= m else tile[..., : n - i0, : m - j0]
+        return tile.view(*self.shape, i1 - i0, j1 - j0)[..., : max(n - i0, 0), : max(m - j0, 0)]
 
-    def write_weights(self, p: Tensor, i0: int, i1: int, j0: int, j1: int) -> None:  # (G, rep · R, C)
-        """Write σ(scale · Q Kᵀ + b + …) of queries i0 … i1 - 1 and keys j0 … j1 - 1, before dropout."""
-        problem, bias = self.problem, self._logits[3]
-        mask, slopes, softcap = problem.attn_mask, problem.alibi_slopes, problem.softcap
+    def weights(self, memory: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:  # (G, rep · R, C)
+        """Return σ(scale · Q Kᵀ + b + …) of queries i0 … i1 - 1 and keys j0 … j1 - 1, before dropout, in the memory."""
+        problem, bias, p = self.problem, self._logits[3], self.tile(memory, i0, i1, j0, j1)
+        mask, slopes = problem.attn_mask, problem.alibi_slopes
         self._write_product(p, i0, i1, j0, j1)
-        if softcap:
-            p.tanh_().mul_(softcap)
+        if problem.softcap:
+            p.tanh_().mul_(problem.softcap)
         if isinstance(bias, Tensor) or bias != 0:
             p.add_(self.rows(bias, i0, i1) if isinstance(bias, Tensor) else bias)
         if mask is not None and mask.is_floating_point():
@@ -317,12 +301,7 @@ class Group:
             slopes = self.of_heads(slopes.unsqueeze(-1)).squeeze(-1)
             self.by_head(p, i0, i1, j0, j1).add_(alibi(slopes, positions, (j0, j1), p.dtype))
         self.hide(p.sigmoid_(), i0, i1, j0, j1)
-
-    def divide_rows(self, total: Tensor, sums: Tensor) -> Tensor:  # (G, rep · R, Dv), (nb, nh · rep, R', 1)
-        """Divide rows of the output by their sums, in place if the dtype suffices; rows with a sum of 0 become 0."""
-        inverse = torch.where(sums == 0, 0, 1 / sums)
-        inverse = _pad_rows(inverse, total.shape[1] // self.shape[2]).reshape(self.size, -1, 1)
-        return total.mul_(inverse) if total.dtype is inverse.dtype else total * inverse
+        return p
 
     def slope_of_cap(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:  # (G, rep · R, C)
         """Return the derivative of the cap, 1 - tanh². NaN becomes 0: if its key is visible, dS is NaN already."""
@@ -333,7 +312,7 @@ class Group:
     def _write_product(self, out: Tensor, i0: int, i1: int, j0: int, j1: int) -> None:
         """Write scale · Q Kᵀ, divided by ``softcap`` if there is one."""
         query, key, scale, _ = self._logits
-        query, key = self.rows(query, i0, i1), self.columns(key, j0, j1).transpose(1, 2)
+        query, key = self.rows(query, i0, i1), key[:, j0:j1].transpose(1, 2)
         # no beta = b: oneDNN compiles a product for each of its values, thus for each length
         torch.baddbmm(out, query, key, beta=0, alpha=scale / (self.problem.softcap or 1.0), out=out)
 
@@ -346,9 +325,9 @@ class Group:
         left, right, offset = self.problem.left, self.problem.right, self.problem.query_offset
         by_query_head = p if self.shape[2] == 1 else p.view(-1, i1 - i0, j1 - j0)
         if i1 > self.problem.query.shape[2]:  # rows of padding, whose weights are NaN where a key is
-            by_query_head[:, self.problem.query.shape[2] - i0 :] = 0
+            by_query_head[:, max(self.problem.query.shape[2] - i0, 0) :] = 0
         if j1 > self.problem.key.shape[2]:  # columns of padding, whose weights are NaN where a query is
-            by_query_head[:, :, self.problem.key.shape[2] - j0 :] = 0
+            by_query_head[:, :, max(self.problem.key.shape[2] - j0, 0) :] = 0
         if right != UNLIMITED and j1 - 1 > i0 + offset + right:
             by_query_head.tril_(i0 + offset + right - j0)
         if left != UNLIMITED and j0 < i1 - 1 + offset - left:
@@ -361,7 +340,7 @@ class Group:
             if mask.device.type != "cpu" or not added.amin() > -torch.inf:
                 self.by_head(p, i0, i1, j0, j1).masked_fill_(added == -torch.inf, 0)
         if self.exists is not None and self.problem.normalize:  # their weights are part of a sum
-            self.by_head(p, i0, i1, j0, j1).masked_fill_(~self.exists[:, :, j0:j1].unsqueeze(1).mT, 0)
+            p.view(*self.shape[:2], -1, j1 - j0).masked_fill_(~self.exists[:, :, j0:j1].mT, 0)
         if self.blocks is not None and not self.blocks.are_visible(slice(i0, i1), slice(j0, j1)):
             visible = self.blocks.dense(slice(i0, i1), slice(j0, j1))
             self.by_head(p, i0, i1, j0, j1).masked_fill_(~visible, 0)
@@ -387,7 +366,12 @@ def groups(problem: Problem, tiling: Tiling) -> Iterator[Group]:
             yield Group(problem, tiling, samples, together)
 
 
+def new_memory(problem: Problem, tiling: Tiling) -> Tensor:
+    """Return memory for a tile, which is used again for every tile because new memory is slow to write."""
+    heads = tiling.samples * tiling.heads * (problem.query.shape[1] // problem.key.shape[1])
+    return problem.query.new_empty(heads * tiling.rows * tiling.columns, dtype=tiling.dtype)
+
+
 def _pad_rows(t: Tensor, rows: int) -> Tensor:  # (…, R, E) → (…, rows, E)
     """Return a tensor with rows of 0 appended."""
-    missing = rows - t.shape[-2]
-    return t if not missing else torch.cat([t, t.new_zeros(1).expand(*t.shape[:-2], missing, t.shape[-1])], -2)
+    return t if t.shape[-2] == rows else F.pad(t, (0, 0, 0, rows - t.shape[-2]))
