@@ -5,7 +5,7 @@ import doctest
 import json
 import re
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import pytest
 import torch
@@ -137,6 +137,25 @@ def test_architectures_in_the_readme_are_those_of_causal_bias(row, architecture)
         for values in [[r["bits"] for r in data if (r["architecture"], r["rule"]) == (architecture, f"{rule} at 128")]]
     )
     assert _line_of_the_readme(row).endswith(f"| {softmax} | {sigmoid} | {normalized} |")
+
+
+def test_speed_of_training_in_the_readme_is_that_of_the_committed_runs():
+    """Medians of three runs of SDPA's time over ours."""
+
+    def ratio(processor, n, dtype, causal):
+        runs = [
+            json.loads(p.read_text())
+            for p in sorted((ROOT / "benchmarks" / "results").glob(f"cpu-{processor}-[123].json"))
+        ]
+        ours = {"n": n, "dtype": dtype, "causal": causal, "pass": "training", "implementation": "sigattn"}
+        rows = [row for run in runs for row in run["rows"] if all(row[k] == v for k, v in ours.items())]
+        assert len(rows) == 3
+        return f"{median(row['softmax_time_over_this'] for row in rows):.2f}"
+
+    cells = [" / ".join(ratio("zen5", n, dtype, False) for dtype in ("float32", "bfloat16")) for n in (1024, 4096)]
+    assert _line_of_the_readme("training step, Zen 5").endswith(f"| {cells[0]} | {cells[1]} |")
+    cells = [" / ".join(ratio("zen3", n, "float32", causal) for causal in (False, True)) for n in (1024, 4096)]
+    assert _line_of_the_readme("training step, Zen 3").endswith(f"| {cells[0]} | {cells[1]} |")
 
 
 def _line_of_the_readme(start: str) -> str:
