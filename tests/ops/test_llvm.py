@@ -1,6 +1,11 @@
 """Backend "llvm": kernels that llvmlite compiles for this processor."""
 
+import ctypes
+import os
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -16,10 +21,9 @@ from tests.ops import test_correctness
 from tests.ops.cases import Case, cases, fuzz, nan_filled_memory
 
 pytest.importorskip("llvmlite")
-pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 
-from sigattn.ops.llvm import calls, compilation, plan  # noqa: E402 -- needs llvmlite
-from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_processor  # noqa: E402
+from sigattn.ops.llvm import calls, compilation, plan, threads
+from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_processor
 
 # processors whose instructions this one has, one of each kind of registers
 PROCESSORS = {"this one": host_processor()}
@@ -279,3 +283,54 @@ def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
         assert plan.number_of_splits(key_heads, 20, torch.get_num_threads()) == parts
     finally:
         torch.set_num_threads(before)
+
+
+def test_without_the_runtime_of_openmp(monkeypatch, two_threads):
+    """Python's threads compute the same, also for several callers at once, and in a child of this process."""
+    query = torch.randn(3, 2, 4, 300, 64).unbind()
+    tensors = [t.requires_grad_() for t in query]
+
+    def gradients():
+        out = sigmoid_attention(*tensors, is_causal=True, backend="llvm")
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    expected = gradients()
+    monkeypatch.setattr(calls, "parallel", lambda: threads.on_python_threads)
+    monkeypatch.setattr(calls, "_compiled", {})
+    with ThreadPoolExecutor(4) as callers:
+        results = [f.result() for f in [callers.submit(gradients) for _ in range(12)]]
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    entered = []
+    kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: (entered.append(threading.get_ident()), time.sleep(0.2)))
+    if (child := os.fork()) == 0:  # has none of the pool's threads
+        threads.on_python_threads(ctypes.cast(kernel, ctypes.c_void_p).value, 0, 3, 0)
+        os._exit(len(set(entered)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "libraries", "expected"),
+    [
+        ("linux", [None], "None"),
+        ("darwin", ["libomp.dylib"], "libomp.dylib"),
+        ("darwin", [], None),
+        ("win32", [], None),
+    ],
+)
+def test_the_runtime_of_other_systems(platform, libraries, expected, monkeypatch):
+    """Where a library has ``GOMP_parallel`` it is used, else Python's threads."""
+
+    def load(path):
+        name = path if path is None else os.path.basename(path)
+        if name not in libraries:
+            raise OSError if path else AttributeError
+        return mock.Mock(GOMP_parallel=mock.Mock(name=str(name)))
+
+    monkeypatch.setattr(threads.sys, "platform", platform)
+    monkeypatch.setattr(threads.ctypes, "CDLL", load)
+    function = threads.parallel()
+    if expected is None:
+        assert function is threads.on_python_threads
+    else:
+        assert expected in repr(function)

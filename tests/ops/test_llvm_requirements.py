@@ -40,7 +40,6 @@ def reason(request, monkeypatch, tmp_path):
     sys.modules.pop("llvmlite", None)  # that of the folder; the fixtures restore the others
 
 
-@pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 def test_the_next_backend_is_the_default_and_info_says_why(reason):
     q = torch.randn(1, 2, 256, 64, requires_grad=True)
     out = sigmoid_attention(q, q, q)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 import sys
@@ -27,10 +26,10 @@ _DEFAULTS = (
     (torch.bfloat16, "neon", False),  # ARM: as float32
 )
 _FAST = {
-    dtype: next((fast for kind, feature, fast in _DEFAULTS if kind is dtype and _PROCESSOR.get(feature)), False)
+    dtype: sys.platform == "linux"  # elsewhere the kernels have not been executed
+    and next((fast for kind, feature, fast in _DEFAULTS if kind is dtype and _PROCESSOR.get(feature)), False)
     for dtype in (torch.float32, torch.bfloat16)
 }
-_HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
 def can_be_default(problem: Problem) -> bool:
@@ -71,8 +70,6 @@ machine_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _machine_unavailable() -> str | None:
-    if not _HAS_THREADS:
-        return "it needs Linux, and a PyTorch that uses OpenMP"
     try:
         import llvmlite
 

@@ -1,6 +1,6 @@
 """Calls of backend "llvm": a problem as arguments of the kernels, with copies where a tensor's layout needs them.
 
-The kernels run on the threads of OpenMP. llvmlite is imported when they are compiled, at the first call of a dtype.
+llvmlite is imported when they are compiled, at the first call of a dtype.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import Memory, make_plan, round_up
+from sigattn.ops.llvm.threads import parallel
 from sigattn.ops.memory import keep_memory_warm
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, new_output
@@ -274,15 +275,12 @@ class Kernels:
         self.multiple: int = per_word * registers.lanes
         self.rows: int = registers.rows
         self.tile: int = registers.tile
-        # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
-        self._on_threads: Any = ctypes.CDLL(None).GOMP_parallel
-        self._on_threads.restype = None
-        self._on_threads.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel: Any = parallel()
 
     def run(self, name: str, tasks: int, args: KernelArguments, threads: int) -> None:
         """Run a kernel on at most as many threads as there are tasks."""
         args.counter, args.workers, args.tasks = 0, 0, tasks
-        self._on_threads(self._addresses[name], ctypes.addressof(args), min(threads, tasks), 0)
+        self._parallel(self._addresses[name], ctypes.addressof(args), min(threads, tasks), 0)
 
 
 _compiled: dict[torch.dtype, Kernels] = {}

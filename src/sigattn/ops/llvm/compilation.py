@@ -27,7 +27,7 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
         jit = binding.create_lljit_compiler(processor.target_machine(), use_jit_link=True, suppress_errors=True)
         return jit, library.link(jit, "sigattn"), processor.registers
     except RuntimeError as error:
-        symbols = ", ".join(undefined_symbols(image)) or "none"
+        symbols = ", ".join(undefined_symbols(image)) or "none known"
         raise RuntimeError(
             f"sigmoid_attention: backend 'llvm': the kernels for {processor.name!r} cannot be linked (symbols from "
             f'outside: {symbols}); pass backend="blocked", and please report this. LLVM {_version()}: {error}'
@@ -51,7 +51,9 @@ def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes
 
 
 def undefined_symbols(image: bytes) -> list[str]:
-    """Return the names of the symbols that an object file of 64-bit ELF needs from outside."""
+    """Return the names of the symbols that an object file needs from outside; none if it is not of 64-bit ELF."""
+    if not image.startswith(b"\x7fELF\2"):
+        return []
     sections = {section.name(): section.data() for section in binding.ObjectFileRef.from_data(image).sections()}
     names = sections[b".strtab"]
     symbols = struct.iter_unpack("<IBBHQQ", sections[b".symtab"])  # of which the first is empty
