@@ -98,17 +98,15 @@ def test_a_model_folder_without_a_run_is_converted_once(tmp_path, capsys):
     assert contents(tmp_path / "new") == before
 
 
-NEEDS_STEPS = "applies to the fine-tuning only: pass steps too (--steps)"
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         ([], 1, "holds neither a run (run.json) nor a model"),
         (["--learning-rate", "0"], 2, "learning_rate must be a finite number above 0"),
-        (["--distil", "1"], 2, NEEDS_STEPS),
-        (["--learning-rate", "5"], 2, NEEDS_STEPS),
-        (["--resume"], 2, NEEDS_STEPS),
+        *(
+            (options, 2, "applies to the fine-tuning only: pass steps too (--steps)")
+            for options in (["--distil", "1"], ["--learning-rate", "5"], ["--resume"])
+        ),
     ],
     ids=str,
 )

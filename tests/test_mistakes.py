@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -297,23 +298,16 @@ def test_without_permission(tmp_path, capsys, monkeypatch):
     mistake(["demo", "--run-folder", tmp_path / "run"], DATA, "run: Permission denied", capsys)
 
 
-class _Full:
-    """A file on a disk that is full: what is written is refused, without the file's name, as the system does."""
+def no_space():
+    """Return the error of a full disk, without a file's name, as the system raises it."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def __init__(self, file):
-        self.file = file
 
-    def __getattr__(self, name):
-        return getattr(self.file, name)
+def raising(error):
+    def function(*_args, **_more):
+        raise error
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def write(self, *_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return function
 
 
 @pytest.fixture
@@ -325,7 +319,12 @@ def full_disk(monkeypatch):
 
         def full(self, mode="r", *args, **kwargs):
             file = opened(self, mode, *args, **kwargs)
-            return _Full(file) if self.name.endswith(ending) and mode not in ("r", "rb") else file
+            if self.name.endswith(ending) and mode not in ("r", "rb"):
+                wrapped = mock.MagicMock(wraps=file)
+                wrapped.__enter__.return_value, wrapped.write.side_effect = wrapped, no_space()
+                wrapped.__exit__.side_effect = lambda *_: file.close()
+                return wrapped
+            return file
 
         monkeypatch.setattr(pathlib.Path, "open", full)
 
@@ -359,19 +358,13 @@ def test_settings_that_take_too_much_memory(setting, message, tmp_path, capsys):
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
 )
 def test_memory_errors_advise(error, tmp_path, monkeypatch, capsys):
-    def full(*_args, **_more):
-        raise error
-
-    monkeypatch.setattr(loop, "train", full)
+    monkeypatch.setattr(loop, "train", raising(error))
     arguments = ["train", *TINY, "--folder", tmp_path / "run"]
     mistake(arguments, DATA, "lower the size of batches, models or sequences, or the number of workers; ", capsys)
 
 
 def test_full_disk_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
-    def refused(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refused)
+    monkeypatch.setattr(os, "fsync", raising(no_space()))
     arguments = ["train", *TINY, "--folder", tmp_path / "run"]
     mistake(arguments, DATA, f"cannot write the checkpoint {tmp_path / 'run' / 'checkpoints'}", capsys)
     monkeypatch.undo()
@@ -389,12 +382,8 @@ def test_full_disk_while_packing(full_disk, corpus, capsys):
 
 
 def test_full_disk_while_the_model_is_saved(tmp_path, monkeypatch, capsys):
-    safetensors = pytest.importorskip("safetensors.torch")
-
-    def refused(*_args, **_more):
-        raise pytest.importorskip("safetensors").SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors, "save_file", refused)
+    error = pytest.importorskip("safetensors").SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(pytest.importorskip("safetensors.torch"), "save_file", raising(error))
     mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, "model.safetensors: I/O error: No space left", capsys)
     assert not list((tmp_path / "run" / "model").glob("*.safetensors*"))
 
@@ -432,11 +421,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path):
 
 def test_defects_keep_their_traceback(monkeypatch):
     """One line is for mistakes of users; a ValueError from within is a defect."""
-
-    def broken(*_args):
-        raise ValueError("a defect")
-
-    monkeypatch.setattr("sigattn.cli.train._print_recipe", broken)
+    monkeypatch.setattr("sigattn.cli.train._print_recipe", raising(ValueError("a defect")))
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["recipes", "lm-1b-2k"])
 

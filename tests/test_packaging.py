@@ -81,6 +81,14 @@ def test_wheel_works_with_torch_alone(built, tmp_path):
     assert f"-{done.stdout.strip()}-" in built[0].name
 
 
+def metadata(wheel):
+    """Return the lines of the fields, and the description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        fields, _, description = archive.read(name).decode().partition("\n\n")
+    return fields.splitlines(), description
+
+
 @pytest.mark.parametrize(
     ("system", "machine", "implementation", "expected"),
     [
@@ -93,18 +101,14 @@ def test_wheel_works_with_torch_alone(built, tmp_path):
     ],
 )
 def test_llvmlite_is_required_where_it_has_wheels(built, system, machine, implementation, expected):
-    with zipfile.ZipFile(built[0]) as wheel:
-        (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = wheel.read(name).decode().partition("\n\n")[0].splitlines()
+    lines = metadata(built[0])[0]
     required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: llvmlite")]
     environment = {"platform_system": system, "platform_machine": machine, "implementation_name": implementation}
     assert [r.marker.evaluate({**environment, "extra": ""}) for r in required] == [expected]
 
 
 def test_description_has_no_relative_links(built):
-    with zipfile.ZipFile(built[0]) as wheel:
-        (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-        description = wheel.read(name).decode().partition("\n\n")[2]
+    description = metadata(built[0])[1]
     assert "# sigattn" in description
     targets = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", description)
     assert all("".join(target).startswith("https://") for target in targets), targets
@@ -116,8 +120,8 @@ def test_wheel_has_the_package_and_nothing_else(built):
     package = ROOT / "src/sigattn"
     source = {f.relative_to(ROOT / "src").as_posix() for f in package.rglob("*") if f.suffix == ".py"}
     assert {name for name in names if ".dist-info/" not in name} == source | {"sigattn/py.typed"}
-    metadata = {name.partition(".dist-info/")[2] for name in names if ".dist-info/" in name}
-    assert metadata == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+    others = {name.partition(".dist-info/")[2] for name in names if ".dist-info/" in name}
+    assert others == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 
 
 def test_sdist_has_the_tracked_files_and_nothing_else(built):

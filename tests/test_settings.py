@@ -15,8 +15,6 @@ from experiments.compare import ComparisonConfig
 from sigattn.cli import COMMANDS
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.models.saving import build
-from sigattn.models.vision import ViTConfig
 from sigattn.recipes import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
@@ -117,14 +115,8 @@ def test_a_number_means_something_or_is_refused_by_name():
 
 def test_the_sweep_reaches_the_command_line_s_settings():
     names = {kind.__name__ for kind in configurations()}
-    assert {
-        "TrainConfig",
-        "DemoConfig",
-        "ComparisonConfig",
-        "CpuBenchmark",
-        "SpeechModelConfig",
-        "BYOL",
-    } <= names
+    expected = "TrainConfig DemoConfig ComparisonConfig CpuBenchmark SpeechModelConfig BYOL"
+    assert set(expected.split()) <= names
     assert len(list(cases())) > 300
     known = {f"{kind.__name__}.{field.name}" for kind in configurations() for field in dataclasses.fields(kind)}
     assert set(ACCEPTED) <= known
@@ -139,11 +131,6 @@ def test_what_is_accepted_of_a_transformer_gives_finite_numbers(name, value):
     logits.square().mean().backward()
     assert logits.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-def test_a_vision_transformer_without_classes_gives_features():
-    config = ViTConfig(num_layers=1, embed_dim=16, num_heads=2, image_size=8, patch_size=4, num_classes=0)
-    assert build(config)(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
 
 
 def test_settings_that_contradict_one_another():

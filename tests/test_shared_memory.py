@@ -51,57 +51,55 @@ def test_key_lengths(backend, n, dtype):
     assert_safe(forward, (n, n // 2))
 
 
-def test_key_lengths_of_a_layer():
-    layer = Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=False)
-
-    def forward(lengths):
-        x = torch.randn(2, 40, 16, requires_grad=True)
-        return x, layer(x, key_lengths=lengths)
-
-    assert_safe(forward, (40, 3))
+LAYER = Attention(16, 2, activation="sigmoid", attention_bias=-2.0)
+NOT_CAUSAL = Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=False)
+IDS, STARTS = torch.tensor([[0] * 10 + [1] * 20]), torch.tensor([0, 10, 30])
 
 
-def packed(function, **options):
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def packed(function):
     def forward(starts):
-        x = torch.randn(30, 2, 8, requires_grad=True)
-        return x, function(x, x, x, starts, starts, 20, 20, **options)
+        x = leaf(30, 2, 8)
+        return x, function(x, x, x, starts, starts, 20, 20)
 
     return forward
 
 
-@pytest.mark.parametrize("function", [sigmoid_varlen_attention, flash.flash_attn_varlen_func])
-def test_offsets_of_packed_sequences(function):
-    assert_safe(packed(function), (0, 10, 30))
+def layer_with_lengths(lengths):
+    x = leaf(2, 40, 16)
+    return x, NOT_CAUSAL(x, key_lengths=lengths)
 
 
-def test_offsets_of_nested_tensors():
-    def forward(offsets):
-        values = torch.randn(30, 2, 8, requires_grad=True)
-        nested = torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
-        return values, sigmoid_attention(nested, nested, nested).transpose(1, 2).values()
-
-    assert_safe(forward, (0, 10, 30))
+def nested(offsets):
+    values = leaf(30, 2, 8)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+    return values, sigmoid_attention(x, x, x).transpose(1, 2).values()
 
 
-def test_offsets_of_documents():
-    layer = Attention(16, 2, activation="sigmoid", attention_bias=-2.0)
-    ids = torch.tensor([[0] * 10 + [1] * 20])
-
-    def forward(starts):
-        x = torch.randn(1, 30, 16, requires_grad=True)
-        return x, layer(x, documents=Documents(ids, ids * 0, starts))
-
-    assert_safe(forward, (0, 10, 30))
+def documents(starts):
+    x = leaf(1, 30, 16)
+    return x, LAYER(x, documents=Documents(IDS, IDS * 0, starts))
 
 
-def test_tables_of_pages():
-    starts = torch.tensor([0, 10, 30])
+def paged(table):
+    pages, query = leaf(6, 10, 2, 8), torch.ones(30, 2, 8)
+    options = {"block_table": table.view(2, 2)}
+    return pages, flash.flash_attn_varlen_func(query, pages, pages, STARTS, STARTS, 20, 20, **options)
 
-    def forward(table):
-        pages = torch.randn(6, 10, 2, 8, requires_grad=True)
-        table = table.view(2, 2)
-        return pages, flash.flash_attn_varlen_func(
-            torch.ones(30, 2, 8), pages, pages, starts, starts, 20, 20, block_table=table
-        )
 
-    assert_safe(forward, (3, 0, 5, 1))
+@pytest.mark.parametrize(
+    ("forward", "numbers"),
+    [
+        (layer_with_lengths, (40, 3)),
+        (packed(sigmoid_varlen_attention), (0, 10, 30)),
+        (packed(flash.flash_attn_varlen_func), (0, 10, 30)),
+        (nested, (0, 10, 30)),
+        (documents, (0, 10, 30)),
+        (paged, (3, 0, 5, 1)),
+    ],
+)
+def test_lengths_offsets_and_tables(forward, numbers):
+    assert_safe(forward, numbers)

@@ -16,14 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from sigattn import convert
 from sigattn.conversion import SoftmaxLayer
 from sigattn.models import LanguageModel, LanguageModelConfig, saving
-from sigattn.nn import (
-    AlibiKeysBias,
-    BatchLengthBias,
-    LearnableBias,
-    QueryBias,
-    SampleLengthBias,
-    VisibleKeysBias,
-)
+from sigattn.nn import AlibiKeysBias, BatchLengthBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias
 from tests.conversion.replacing import converted, replace
 
 
@@ -32,37 +25,28 @@ class FusedAttention(nn.Module):
 
     def __init__(self, width=8, heads=2):
         super().__init__()
-        self.heads, self.fused = heads, True
+        self.heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
+    def operands(self, x):
+        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+
     def forward(self, x, mask=None):
-        b, n, w = x.shape
-        q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if self.fused:
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        else:
-            x = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
-        return self.proj(x.transpose(1, 2).reshape(b, n, w))
+        q, k, v = self.operands(x)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class Locked(FusedAttention):
+    """With a lock, which its state leaves out."""
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "lock"}
 
 
 class EagerAttention(nn.Module):
     def forward(self, x):
         return (x @ x.mT).softmax(-1) @ x
-
-
-class OutsideAttention(nn.Module):
-    """Calls a function that calls it, as transformers does."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.proj(elsewhere(x))
-
-
-def elsewhere(x):
-    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 class Net(nn.Module):
@@ -82,28 +66,26 @@ SDPA = "scaled_dot_product_attention"
 CLASSIFIER = SoftmaxLayer("", "Net", "softmax", "not attention")
 
 
-def sigmoid_of(layer, x, bias):
-    b, n, w = x.shape
-    q, k, v = layer.qkv(x).view(b, n, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
-    out = (q @ k.mT * q.shape[-1] ** -0.5 + bias).sigmoid() @ v
-    return layer.proj(out.transpose(1, 2).reshape(b, n, w))
+def sigmoid_of(layer, x, bias, mask=True):
+    q, k, v = layer.operands(x)
+    weights = (q @ k.mT * q.shape[-1] ** -0.5 + bias).sigmoid() * mask
+    return layer.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
 class TestLayersThatCallTheFunction:
-    @pytest.mark.parametrize("by_example", [False, True])
-    @pytest.mark.parametrize("bias", [None, -2.0])
-    def test_the_output_is_the_formula_s_and_the_weights_stay(self, by_example, bias):
-        net, x = Net(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8)
+    @pytest.mark.parametrize(("example", "bias"), [(None, None), (None, -2.0), ((X,), None), ({"x": X}, -2.0)])
+    def test_the_output_is_the_formula_s_and_the_weights_stay(self, example, bias):
+        net = Net(FusedAttention(), FusedAttention())
         before = {n: t.clone() for n, t in net.state_dict().items()}
-        report = replace(net, (x,) if by_example else None, bias=bias)
+        report = replace(net, example, bias=bias)
         assert report == [CLASSIFIER, *(converted(f"layers.{i}", "FusedAttention", SDPA) for i in range(2))]
         assert net.state_dict().keys() == before.keys()
         assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
-        y = x
+        y = X
         for layer in net.layers:
             assert isinstance(layer, FusedAttention)
-            y = y + sigmoid_of(layer, y, -math.log(5) if bias is None else bias)
-        torch.testing.assert_close(net(x), net.head(y).softmax(-1))
+            y = y + sigmoid_of(layer, y, -math.log(4) if bias is None else bias)
+        torch.testing.assert_close(net(X), net.head(y).softmax(-1))
 
     def test_each_layer_learns_its_own_bias(self):
         net = Net(FusedAttention(), FusedAttention())
@@ -112,25 +94,6 @@ class TestLayersThatCallTheFunction:
         biases = [p for n, p in net.named_parameters() if "sigmoid_bias" in n]
         assert len(biases) == 2
         assert all(p.grad.abs() > 0 for p in biases)
-
-    @pytest.mark.parametrize("by_example", [False, True])
-    def test_a_call_in_a_function_outside(self, by_example):
-        net, x = Net(OutsideAttention()), torch.randn(2, 5, 8)
-        report = replace(net, {"x": x} if by_example else None)
-        assert report == [CLASSIFIER, converted("layers.0", "OutsideAttention", SDPA)]
-        net.layers[0].proj = nn.Identity()
-        expected = (x @ x.mT * 8**-0.5 - math.log(5)).sigmoid().tril() @ x
-        torch.testing.assert_close(net.layers[0](x), expected)
-
-    def test_a_flag_off_is_found_by_running(self):
-        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
-        net.layers[0].fused = False
-        written = copy.deepcopy(net)
-        assert [r.outcome for r in replace(written, (x,)) if r.kind == "FusedAttention"] == ["materialised"]
-        written(x)
-        replace(net)  # the code alone does not tell
-        with pytest.raises(RuntimeError, match=r"FusedAttention was converted .* this forward computes a softmax"):
-            net(x)
 
     def test_a_forward_without_attention_raises(self):
         class Sometimes(FusedAttention):
@@ -150,52 +113,26 @@ class TestLayersThatCallTheFunction:
             with pytest.raises(ValueError, match="sigmoid attention already"):
                 replace(net, example)
 
-    def test_copies_and_pickles(self):
-        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
+    def test_copies_and_pickles_of_a_layer_with_a_state_of_its_own(self):
+        net, x = Net(Locked()), torch.randn(2, 5, 8)
+        net.layers[0].lock = threading.Lock()  # cannot be copied
         replace(net, bias=-1.0)
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             torch.testing.assert_close(other(x), net(x))
             other.layers[0].qkv.weight.data.zero_()
             assert not torch.allclose(other(x), net(x))
 
-    def test_copies_of_a_layer_with_a_state_of_its_own(self):
-        class Locked(FusedAttention):
-            def __getstate__(self):
-                return {name: value for name, value in vars(self).items() if name != "lock"}
-
-        net, x = Net(Locked()), torch.randn(2, 5, 8)
-        net.layers[0].lock = threading.Lock()  # cannot be copied
-        replace(net)
-        torch.testing.assert_close(copy.deepcopy(net)(x), net(x))
-
-    @pytest.mark.usefixtures("unchecked")
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    def test_compiled(self):
-        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
-        replace(net)
-        torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
-
     def test_biases_that_need_more(self):
         for bias in (SampleLengthBias(), QueryBias(), AlibiKeysBias()):
             with pytest.raises(ValueError, match="use another bias"):
                 replace(Net(FusedAttention()), bias=bias)
 
-    def test_a_bias_of_the_keys_that_each_query_sees(self):
-        layer, x = FusedAttention(), torch.randn(2, 5, 8)
-        mask = torch.ones(5, 5, dtype=torch.bool).tril()
-        replace(layer, bias=VisibleKeysBias())
-        q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-        visible = torch.arange(1.0, 6).unsqueeze(-1)
-        out = (q @ k.mT / 2 - visible.log()).sigmoid().masked_fill(~mask, 0) @ v
-        torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
-
-    def test_masks_and_dropout_reach_the_operator(self):
-        layer, x = FusedAttention(), torch.randn(2, 5, 8)
-        mask = torch.rand(2, 1, 5, 5) > 0.5
-        replace(layer, bias=0.0)
-        q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-        out = (q @ k.mT / 2).sigmoid().masked_fill(~mask, 0) @ v
-        torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
+    @pytest.mark.parametrize("bias", [VisibleKeysBias(), 0.0])
+    def test_masks_reach_the_operator_and_the_bias(self, bias):
+        layer, x, mask = FusedAttention(), torch.randn(2, 5, 8), torch.rand(2, 1, 5, 5) > 0.5
+        replace(layer, bias=bias)
+        b = 0.0 if bias == 0.0 else -mask.sum(-1, keepdim=True).clamp(min=1).log()
+        torch.testing.assert_close(layer(x, mask), sigmoid_of(layer, x, b, mask))
 
     @pytest.mark.parametrize("kind", [FusedAttention, lambda: nn.MultiheadAttention(8, 2)])
     def test_a_forward_of_the_instance_is_refused(self, kind):
@@ -237,8 +174,10 @@ class TestLayersThatCallTheFunction:
 
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-    @pytest.mark.parametrize("kind", ["method", "local", "function"])
+    @pytest.mark.parametrize(
+        ("kind", "compiler"),
+        [("method", "eager"), ("method", "aot_eager"), ("local", "aot_eager"), ("function", "eager")],
+    )
     def test_compiled_checkpoints(self, kind, compiler):
         """torch.compile traces a checkpointed function outside of the layer's mode, and repeats it in the backward."""
 
@@ -477,13 +416,6 @@ class TestMultiheadAttention:
         with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(OwnSoftmax: softmax\)"):
             replace(nn.Sequential(nn.MultiheadAttention(8, 2), OwnSoftmax(8, 2)))
 
-    def test_copies_and_pickles(self):
-        layer = nn.MultiheadAttention(8, 2)
-        replace(layer, bias=-1.0)
-        x = torch.randn(3, 1, 8)
-        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            torch.testing.assert_close(other(x, x, x), layer(x, x, x))
-
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}, {"add_bias_kv": True}])
 def test_parameters_are_initialised_as_those_of_pytorch(options):
@@ -498,8 +430,7 @@ def test_parameters_are_initialised_as_those_of_pytorch(options):
         assert torch.equal(parameter, expected), name
 
 
-@pytest.mark.parametrize(("bias", "recorded"), [(None, "log_visible"), (-2.0, -2.0)])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("implementation", "bias", "recorded"), [("sdpa", None, "log_visible"), ("eager", -2.0, -2.0)])
 def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recorded, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -582,6 +513,11 @@ def test_the_report_lists_what_becomes_of_each_softmax():
     assert "(model)  Net  softmax  not attention" in str(report).splitlines()
 
 
+class Fused(nn.Module):
+    def forward(self, x, mask=None):
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_mask_that_hides_nothing_changes_nothing(normalize):
     """The rule of the bias is one, although without a mask it is that of a size."""
@@ -591,10 +527,6 @@ def test_a_mask_that_hides_nothing_changes_nothing(normalize):
     hidden = torch.zeros(2, 5, dtype=torch.bool)
     torch.testing.assert_close(layer(x, x, x, key_padding_mask=hidden)[0], layer(x, x, x)[0])
 
-    class Fused(nn.Module):
-        def forward(self, x, mask=None):
-            return F.scaled_dot_product_attention(x, x, x, mask)
-
     fused = nn.Sequential(Fused())
     convert(fused, normalize=normalize)
     torch.testing.assert_close(fused[0](x, torch.ones(5, 5, dtype=torch.bool)), fused[0](x))
@@ -602,10 +534,6 @@ def test_a_mask_that_hides_nothing_changes_nothing(normalize):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_rule_of_nested_sequences_is_that_of_each(normalize):
-    class Fused(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
     model = nn.Sequential(Fused())
     convert(model, normalize=normalize)
     sequences = [torch.randn(n, 2, 8) for n in (3, 5)]

@@ -112,6 +112,10 @@ def test_convert_fits_layers_that_run_in_threads(run):
     torch.testing.assert_close(threaded(batches[0]), alone(batches[0]))
 
 
+def eager(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
 class FunctionInThread(nn.Module):
     """Attention in this thread and in another: only the first would become sigmoid attention."""
 
@@ -130,21 +134,12 @@ class HeldPool(FunctionInThread):
         self.pool = POOL
 
     def forward(self, x):
-        first, second = self.pool.map(lambda y: self.function(y, y, y), [x, x])
-        return first + second
+        return sum(self.pool.map(lambda y: self.function(y, y, y), [x, x]))
 
 
 class PlainThread(FunctionInThread):
     def forward(self, x):
-        results = [F.scaled_dot_product_attention(x, x, x)]
-        thread = threading.Thread(target=lambda: results.append(self.function(x, x, x)))
-        thread.start()
-        thread.join()
-        return sum(results)
-
-
-def eager(q, k, v):
-    return (q @ k.mT).softmax(-1) @ v
+        return F.scaled_dot_product_attention(x, x, x) + in_thread(lambda y: self.function(y, y, y), x)
 
 
 @EXAMPLES
@@ -262,25 +257,9 @@ def test_softmax_in_a_hook_is_refused(outermost, example):
         replace(model, example)
 
 
-@EXAMPLES
-def test_attention_of_a_container_is_refused(example):
-    """It would run its bias as one of its layers."""
-
-    class Stack(nn.Sequential):
-        def forward(self, x):
-            return super().forward(F.scaled_dot_product_attention(x, x, x))
-
-    with pytest.raises(ValueError, match=rf"cannot be replaced: '1' \(Stack: {SDPA}\). A container would run its bias"):
-        replace(nn.Sequential(Fused(), Stack(nn.Identity())), example, bias=-2.0)
-
-
-@EXAMPLES
-def test_a_hook_that_only_reads_softmax_is_no_attention(example):
-    model, seen = nn.Sequential(Fused(), nn.Identity()), []
-    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.softmax(-1)))
-    report = replace(model, example, bias=-2.0)
-    assert {r.call: r.outcome for r in report} == {SDPA: "converted", "softmax in a hook": "not attention"}
-    torch.testing.assert_close(model(X), formula(X))
+class Stack(nn.Sequential):
+    def forward(self, x):
+        return super().forward(F.scaled_dot_product_attention(x, x, x))
 
 
 class Projected(nn.Module):
@@ -292,20 +271,21 @@ class Projected(nn.Module):
         return F.scaled_dot_product_attention(x @ self.weight, x, x)
 
 
-class Mixture(nn.Module):
-    def forward(self, w):
-        return (w @ w.mT).softmax(-1) @ w
+@EXAMPLES
+def test_attention_of_a_container_and_in_a_parametrization_is_refused(example):
+    """A container would run its bias as one of its layers."""
+    with pytest.raises(ValueError, match=rf"cannot be replaced: '1' \(Stack: {SDPA}\). A container would run its bias"):
+        replace(nn.Sequential(Fused(), Stack(nn.Identity())), example, bias=-2.0)
+    layer = nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "weight", Eager())
+    with pytest.raises(ValueError, match=r"'1\.parametrizations\.weight\.0' \(Eager: softmax\)"):
+        replace(nn.Sequential(Fused(), layer), example)
 
 
 @EXAMPLES
-class TestParametrizations:
-    def test_attention_with_parametrized_weights_is_replaced(self, example):
-        model = nn.Sequential(parametrizations.weight_norm(Projected()), nn.Identity())
-        replace(model, example, bias=-2.0)
-        torch.testing.assert_close(model(X), formula(X))
-
-    def test_softmax_in_a_parametrization_is_named(self, example):
-        layer = nn.Linear(8, 8)
-        parametrize.register_parametrization(layer, "weight", Mixture())
-        with pytest.raises(ValueError, match=r"'1\.parametrizations\.weight\.0' \(Mixture: softmax\)"):
-            replace(nn.Sequential(Fused(), layer), example)
+def test_a_hook_that_only_reads_softmax_and_parametrized_weights_stay(example):
+    model, seen = nn.Sequential(parametrizations.weight_norm(Projected()), nn.Identity()), []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.softmax(-1)))
+    report = replace(model, example, bias=-2.0)
+    assert {r.call: r.outcome for r in report} == {SDPA: "converted", "softmax in a hook": "not attention"}
+    torch.testing.assert_close(model(X), formula(X))

@@ -17,6 +17,8 @@ from sigattn.nn import Attention
 from tests.conversion.replacing import converted, replace
 
 aten = torch.ops.aten
+SDPA = "scaled_dot_product_attention"
+BOTH_SEARCHES = pytest.mark.parametrize("by_example", [False, True], ids=["code", "run"])
 
 
 def eager(q, k, v):
@@ -57,44 +59,25 @@ class Mixer(nn.Module):
         return (q @ k.mT * 8**-0.5 + bias).sigmoid() @ v
 
 
+def mixer(name, mix=None, base=Mixer, **attributes):
+    """Make a class of mixers with a method ``mix``, and attributes that functions return."""
+
+    def init(self):
+        base.__init__(self)
+        for attribute, make in attributes.items():
+            setattr(self, attribute, make())
+
+    return type(name, (base,), {"__init__": init, **({} if mix is None else {"mix": mix})})
+
+
 class Fused(Mixer):
     def mix(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-class Inherited(Fused):
-    pass
-
-
-class Renamed(Mixer):
-    def mix(self, q, k, v):
-        return attend(q, k, v)
-
-
-class Function(Mixer):
-    def mix(self, q, k, v):
-        return fused(q, k, v)
-
-
-class Builtin(Mixer):
-    def mix(self, q, k, v):
-        return torch._C._nn.scaled_dot_product_attention(q, k, v)
-
-
-class Operator(Mixer):
-    def mix(self, q, k, v):
-        return torch.ops.aten.scaled_dot_product_attention(q, k, v)
-
-
-class Overload(Mixer):
-    def mix(self, q, k, v):
-        return aten.scaled_dot_product_attention.default(q, k, v)
-
-
-class Stored(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.mix = functools.partial(fused)
+class Default(Mixer):
+    def mix(self, q, k, v, function=F.scaled_dot_product_attention):
+        return function(q, k, v)
 
 
 class Processor:
@@ -102,39 +85,6 @@ class Processor:
 
     def __call__(self, layer, q, k, v):
         return fused(q, k, v)
-
-
-class Processed(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.processor = Processor()
-
-    def mix(self, q, k, v):
-        return self.processor(self, q, k, v)
-
-
-class Held(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.mix = F.scaled_dot_product_attention
-
-
-class HeldInTable(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.table = {"fused": [functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)]}
-
-    def mix(self, q, k, v):
-        return self.table["fused"][0](q, k, v)
-
-
-class OfClass(Mixer):
-    mix = staticmethod(F.scaled_dot_product_attention)
-
-
-class Default(Mixer):
-    def mix(self, q, k, v, function=F.scaled_dot_product_attention):
-        return function(q, k, v)
 
 
 class Helper:
@@ -152,30 +102,26 @@ class Helper:
 
 
 helper = Helper()
-
-
-class ByClass(Mixer):
-    def mix(self, q, k, v):
-        return Helper.static(q, k, v)
-
-
-class ByObject(Mixer):
-    def mix(self, q, k, v):
-        return helper.method(q, k, v)
-
-
-class ByHeldObject(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.helper = Helper()
-
-    def mix(self, q, k, v):
-        return self.helper.method(q, k, v)
-
-
-class ByNewObject(Mixer):
-    def mix(self, q, k, v):
-        return Processor()(self, q, k, v)
+SERVED = [
+    Fused,
+    Default,
+    mixer("Inherited", base=Fused),
+    mixer("Renamed", lambda self, q, k, v: attend(q, k, v)),
+    mixer("Function", lambda self, q, k, v: fused(q, k, v)),
+    mixer("Builtin", lambda self, q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v)),
+    mixer("Operator", lambda self, q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v)),
+    mixer("Overload", lambda self, q, k, v: aten.scaled_dot_product_attention.default(q, k, v)),
+    mixer("Stored", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: functools.partial(fused)),
+    mixer("Held", lambda self, q, k, v: self.held(q, k, v), held=lambda: F.scaled_dot_product_attention),
+    mixer("Processed", lambda self, q, k, v: self.processor(self, q, k, v), processor=Processor),
+    mixer("HeldInTable", lambda self, q, k, v: self.table["fused"][0](q, k, v),
+          table=lambda: {"fused": [functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)]}),
+    mixer("OfClass", staticmethod(F.scaled_dot_product_attention)),
+    mixer("ByClass", lambda self, q, k, v: Helper.static(q, k, v)),
+    mixer("ByObject", lambda self, q, k, v: helper.method(q, k, v)),
+    mixer("ByHeldObject", lambda self, q, k, v: self.helper.method(q, k, v), helper=Helper),
+    mixer("ByNewObject", lambda self, q, k, v: Processor()(self, q, k, v)),
+]  # fmt: skip
 
 
 class Projected(Mixer):
@@ -193,104 +139,22 @@ class Projected(Mixer):
         return self.inner.mix(q, k, v)
 
 
-SERVED = [Fused, Inherited, Renamed, Function, Builtin, Operator, Overload, Stored, Processed]
-SERVED += [Held, HeldInTable, OfClass, Default, ByClass, ByObject, ByHeldObject, ByNewObject]
-
-
-class TorchSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return torch.softmax(scores(q, k), -1) @ v
-
-
-class MethodSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)
-
-
-class FunctionalSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return torch.bmm(normalise(scores(q, k), -1).flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, 1))
-
-
-class LowLevelSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return torch._softmax(scores(q, k), -1, False).matmul(v)
-
-
-class OperatorSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return torch.matmul(aten._softmax(scores(q, k), -1, False), v)
-
-
-class NamedSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return getattr(torch, "softmax")(scores(q, k), -1) @ v  # noqa: B009
-
-
-class InheritedSoftmax(TorchSoftmax):
-    pass
-
-
-class SuperSoftmax(TorchSoftmax):
-    def forward(self, x):
-        return super().forward(x) + x
-
-
-class ModuleSoftmax(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.softmax = nn.Softmax(-1)
-
-    def mix(self, q, k, v):
-        return F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v
-
-
-class FunctionSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return eager_further_away(q, k, v)
-
-
-class ProcessorSoftmax(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.processor = EagerProcessor()
-
-    def mix(self, q, k, v):
-        return self.processor(q, k, v)
-
-
 class EagerProcessor:
     def __call__(self, q, k, v):
         return eager(q, k, v)
 
 
-KINDS = {"eager": eager, "fused": None}
+class Product(nn.Module):
+    def forward(self, x, y):
+        return torch.matmul(x, y)
 
 
-class TableSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return KINDS["eager"](q, k, v)
+TorchSoftmax = mixer("TorchSoftmax", lambda self, q, k, v: torch.softmax(scores(q, k), -1) @ v)
 
 
-class DecoratedSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return decorated(q, k, v)
-
-
-class StoredSoftmax(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.mix = lambda q, k, v: eager(q, k, v)
-
-
-class FlashOperator(Mixer):
-    def mix(self, q, k, v):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-
-
-class Flex(Mixer):
-    def mix(self, q, k, v):
-        return flex_attention(q, k, v)
+class SuperSoftmax(TorchSoftmax):
+    def forward(self, x):
+        return super().forward(x) + x
 
 
 class TalkingHeads(Mixer):
@@ -305,38 +169,6 @@ class TalkingHeads(Mixer):
         return self.heads(weights).permute(0, 3, 1, 2) @ v
 
 
-class Product(nn.Module):
-    def forward(self, x, y):
-        return torch.matmul(x, y)
-
-
-class ModulesOnly(Mixer):
-    """As SqueezeBERT: softmax and products are layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.softmax, self.product = nn.Softmax(-1), Product()
-
-    def mix(self, q, k, v):
-        return self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v)
-
-
-class Averaged(Mixer):
-    def mix(self, q, k, v):
-        return scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v
-
-
-class Made(Mixer):
-    def mix(self, q, k, v):
-        return nn.Softmax(-1)(scores(q, k)) @ v
-
-
-class Compiled(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.mix = torch.compile(eager, backend="eager")
-
-
 class Router(Mixer):
     """Its logits are a layer's, and its weights are those of four functions of the input."""
 
@@ -348,36 +180,52 @@ class Router(Mixer):
         return (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2)
 
 
+KINDS = {"eager": eager, "fused": None}
 WRITTEN = [
-    *(ModulesOnly, TorchSoftmax, MethodSoftmax, FunctionalSoftmax, NamedSoftmax, InheritedSoftmax, SuperSoftmax),
-    *(ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax, ProcessorSoftmax, TableSoftmax, TalkingHeads),
-    *(Averaged, Made, Compiled),
+    TorchSoftmax,
+    SuperSoftmax,
+    TalkingHeads,
+    mixer("InheritedSoftmax", base=TorchSoftmax),
+    mixer("MethodSoftmax", lambda self, q, k, v: torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)),
+    mixer("FunctionalSoftmax", lambda self, q, k, v: torch.bmm(normalise(scores(q, k), -1)[:, 0], v[:, 0])[:, None]),
+    mixer("NamedSoftmax", lambda self, q, k, v: getattr(torch, "softmax")(scores(q, k), -1) @ v),  # noqa: B009
+    mixer("ModuleSoftmax", lambda self, q, k, v: F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v,
+          softmax=lambda: nn.Softmax(-1)),
+    mixer("ModulesOnly", lambda self, q, k, v: self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v),
+          softmax=lambda: nn.Softmax(-1), product=Product),  # as SqueezeBERT
+    mixer("Made", lambda self, q, k, v: nn.Softmax(-1)(scores(q, k)) @ v),
+    mixer("FunctionSoftmax", lambda self, q, k, v: eager_further_away(q, k, v)),
+    mixer("DecoratedSoftmax", lambda self, q, k, v: decorated(q, k, v)),
+    mixer("TableSoftmax", lambda self, q, k, v: KINDS["eager"](q, k, v)),
+    mixer("ProcessorSoftmax", lambda self, q, k, v: self.processor(q, k, v), processor=EagerProcessor),
+    mixer("StoredSoftmax", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: lambda *qkv: eager(*qkv)),
+    mixer("Compiled", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: torch.compile(eager, backend="eager")),
+    mixer("Averaged", lambda self, q, k, v: scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v),
+]  # fmt: skip
+LowLevelSoftmax = mixer("LowLevelSoftmax", lambda self, q, k, v: torch._softmax(scores(q, k), -1, False).matmul(v))
+REFUSED = [
+    Router,
+    LowLevelSoftmax,
+    mixer("OperatorSoftmax", lambda self, q, k, v: torch.matmul(aten._softmax(scores(q, k), -1, False), v)),
+    mixer("FlashOperator", lambda self, q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]),
+    mixer("Flex", lambda self, q, k, v: flex_attention(q, k, v)),
 ]
-REFUSED = [LowLevelSoftmax, OperatorSoftmax, FlashOperator, Flex, Router]
 
 
-class Written(Mixer):
-    def mix(self, q, k, v):
-        logits = scores(q, k)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        return weights / weights.sum(-1, keepdim=True) @ v
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-class WrittenLate(Mixer):
-    def mix(self, q, k, v):
-        weights = scores(q, k).exp()
-        return weights @ v / weights.sum(-1, keepdim=True)
-
-
-class LogSoftmax(Mixer):
-    def mix(self, q, k, v):
-        return F.log_softmax(scores(q, k), -1).exp() @ v
-
-
-@pytest.mark.parametrize("kind", [Written, WrittenLate, LogSoftmax])
-def test_a_softmax_written_out_is_refused_with_an_example(kind, x):
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(\w+: exp\)"):
-        replace(Net(Fused(), kind()), (x,))
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 8)
 
 
 def by_column_of_ones(s, v):
@@ -386,6 +234,9 @@ def by_column_of_ones(s, v):
 
 
 IDIOMS = {
+    "largest first": lambda s, v: (w := (s - s.amax(-1, keepdim=True)).exp()) / w.sum(-1, keepdim=True) @ v,
+    "late": lambda s, v: (w := s.exp()) @ v / w.sum(-1, keepdim=True),
+    "log-softmax": lambda s, v: F.log_softmax(s, -1).exp() @ v,
     "log-sum-exp": lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v,
     "log-sum-exp, late": lambda s, v: (s.exp() @ v) * (-s.logsumexp(-1, keepdim=True)).exp(),
     "its exponential": lambda s, v: (s.exp() @ v) / s.logsumexp(-1, keepdim=True).exp(),
@@ -401,33 +252,26 @@ IDIOMS = {
     "product with ones": lambda s, v: (s.exp() @ v) / (s.exp() @ torch.ones_like(v[..., :1])),
     "column of ones": by_column_of_ones,
 }
-
-
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
-    class Idiom(Mixer):
-        def mix(self, q, k, v):
-            return IDIOMS[idiom](scores(q, k), v)
-
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
-        replace(Net(Fused(), Idiom()), (x,))
-
-
 NO_SOFTMAX = {
     "a gate": lambda s, v: (s.exp() * 0.1) @ v,
     "a norm of the output": lambda s, v: F.normalize(s.exp() @ v, dim=-1),
     "another function's sum": lambda s, v: s.relu() / (1 + s.relu().sum(-1, keepdim=True)) @ v,
     "a log-sum-exp of the output": lambda s, v: (s.sigmoid() @ v).logsumexp(-1, keepdim=True).expand_as(v),
+    "another exponential's sum": lambda s, v: (-s.square()).exp() @ v / 5 + v.exp() / (2 * v).exp().sum(-1, True),
 }
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
+    kind = mixer("Idiom", lambda self, q, k, v: IDIOMS[idiom](scores(q, k), v))
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
+        replace(Net(Fused(), kind()), (x,))
 
 
 @pytest.mark.parametrize("function", NO_SOFTMAX)
 def test_other_functions_of_exponentials_are_no_softmax(function, x):
-    class Other(Mixer):
-        def mix(self, q, k, v):
-            return NO_SOFTMAX[function](scores(q, k), v)
-
-    assert [r.name for r in replace(Net(Fused(), Other()), (x,))] == ["layers.0"]
+    other = mixer("Other", lambda self, q, k, v: NO_SOFTMAX[function](scores(q, k), v))
+    assert [r.name for r in replace(Net(Fused(), other()), (x,))] == ["layers.0"]
 
 
 @pytest.mark.parametrize(
@@ -457,26 +301,16 @@ def test_a_converted_layer_refuses_every_softmax_of_its_forward(softmax):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("by_example", [False, True])
+@BOTH_SEARCHES
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_traced_layer_is_refused(by_example, whole, x):
     """Its code is a graph, which replacing its class would not change; the model stays as it was."""
     traced = torch.jit.trace(Fused(), x)
     net = traced if whole else Net(Fused(), traced)
     expected = net(x)
-    with pytest.raises(
-        ValueError, match=r"traced or exported graphs cannot be replaced: .*scaled_dot_product_attention"
-    ):
+    with pytest.raises(ValueError, match=rf"traced or exported graphs cannot be replaced: .*{SDPA}"):
         replace(net, (x,) if by_example else None, bias=-1.0)
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
-
-
-def test_an_exponential_without_its_sum_is_no_softmax(x):
-    class Scaled(Mixer):
-        def mix(self, q, k, v):
-            return (-(q @ k.mT).square()).exp() @ v / k.shape[2] + k.exp() / v.exp().sum(-1, keepdim=True)
-
-    assert [r.name for r in replace(Net(Fused(), Scaled()), (x,))] == ["layers.0"]
 
 
 class Gated(nn.Module):
@@ -501,83 +335,48 @@ class Pool(nn.Module):
 
     def forward(self, x):
         x = x.transpose(0, 1)  # (N, B, 8)
+        options = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
         pooled, _ = F.multi_head_attention_forward(
-            query=x.mean(0, keepdim=True),
-            key=x,
-            value=x,
-            embed_dim_to_check=8,
-            num_heads=2,
+            query=x.mean(0, keepdim=True), key=x, value=x, embed_dim_to_check=8, num_heads=2,
             in_proj_weight=torch.empty(0),  # as in WavLM
             in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
-            bias_k=None,
-            bias_v=None,
-            add_zero_attn=False,
-            dropout_p=0.0,
-            out_proj_weight=self.out.weight,
-            out_proj_bias=self.out.bias,
-            training=self.training,
-            need_weights=False,
-            use_separate_proj_weight=True,
-            q_proj_weight=self.q.weight,
-            k_proj_weight=self.k.weight,
-            v_proj_weight=self.v.weight,
-        )
+            bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0,
+            out_proj_weight=self.out.weight, out_proj_bias=self.out.bias, training=self.training,
+            need_weights=False, use_separate_proj_weight=True, **options,
+        )  # fmt: skip
         return pooled.squeeze(0)
 
 
-class Net(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 5, 8)
-
-
-@pytest.mark.parametrize("by_example", [False, True])
+@BOTH_SEARCHES
 @pytest.mark.parametrize("kind", SERVED)
 def test_every_spelling_of_the_function_is_served(kind, by_example, x):
     net = Net(kind())
     (entry,) = replace(net, (x,) if by_example else None)
-    assert entry == converted("layers.0", kind.__name__, "scaled_dot_product_attention")
+    assert entry == converted("layers.0", kind.__name__, SDPA)
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
 
 
-@pytest.mark.parametrize("by_example", [False, True])
-def test_a_method_that_the_layer_around_calls(by_example, x):
-    net = Net(Projected())
-    report = replace(net, (x,) if by_example else None)
-    assert "layers.0.inner" in [r.name for r in report]
+class Around(nn.Module):
+    """Calls the forward of a layer, so that no hooks run."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner.forward(x)
+
+
+@BOTH_SEARCHES
+def test_methods_that_the_layer_around_calls(by_example, x):
+    example, net = (x,) if by_example else None, Net(Projected())
+    assert "layers.0.inner" in [r.name for r in replace(net, example)]
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
-
-
-@pytest.mark.parametrize("by_example", [False, True])
-def test_a_forward_that_the_layer_around_calls(by_example, x):
-    """A direct call of forward runs no hooks: the layer is found all the same."""
-
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Fused()
-
-        def forward(self, x):
-            return self.inner.forward(x)
-
-    net = Net(Around())
-    report = replace(net, (x,) if by_example else None)
-    assert [r.name for r in report] == ["layers.0.inner"]
+    net = Net(Around(Fused()))
+    assert [r.name for r in replace(net, example)] == ["layers.0.inner"]
     torch.testing.assert_close(net(x), net.layers[0].inner.formula(x, -math.log(5)))
-    net = Net(Around())
-    net.layers[0].inner = LowLevelSoftmax()
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0\.inner'"):
-        replace(net, (x,) if by_example else None)
+        replace(Net(Around(LowLevelSoftmax())), example)
 
 
 class SigmoidInstead(TorchFunctionMode):
@@ -606,26 +405,16 @@ def test_every_spelling_of_a_softmax_is_replaced_with_an_example(kind, x):
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_every_other_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
-    net = Net(Fused(), kind(), Fused())
+    net, example = Net(Fused(), kind(), Fused()), (x,) if by_example else None
     advice = "Let them" if by_example else "Only their code"
-    match = rf"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. {advice}"
-    with pytest.raises(ValueError, match=match):
-        replace(net, (x,) if by_example else None)
+    with pytest.raises(ValueError, match=rf"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. {advice}"):
+        replace(net, example)
     assert type(net.layers[0]) is Fused
-    report = replace(net, (x,) if by_example else None, keep=["layers.1*"])
-    assert [r.outcome for r in report] == ["converted", "kept", "converted"]
+    assert [r.outcome for r in replace(net, example, keep=["layers.1*"])] == ["converted", "kept", "converted"]
     first, kept, last = net.eval().layers
     with torch.no_grad():
         expected = last.formula(kept(first.formula(x, -math.log(5))), -math.log(5))
         torch.testing.assert_close(net(x), expected)
-
-
-@pytest.mark.parametrize("by_example", [False, True])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
-def test_a_scripted_layer_is_refused(by_example, x):
-    net = Net(Fused(), torch.jit.script(Scripted()))
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
-        replace(net, (x,) if by_example else None)
 
 
 class Scripted(nn.Module):
@@ -633,23 +422,31 @@ class Scripted(nn.Module):
         return torch.softmax(x @ x.mT, -1) @ x
 
 
-@pytest.mark.parametrize("by_example", [False, True])
+@BOTH_SEARCHES
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
+def test_a_scripted_layer_and_a_performer_are_refused(by_example, x):
+    """A performer is softmax attention by random features, which no replacement of a call converts."""
+    example, net = (x,) if by_example else None, Net(Fused(), torch.jit.script(Scripted()))
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
+        replace(net, example)
+    layer = Attention(8, 2, activation="performer", attention_bias=None, causal=True)
+    with pytest.raises(ValueError, match=r"'layers\.1' has activation='performer'"):
+        replace(Net(Fused(), layer), example)
+
+
+@BOTH_SEARCHES
 def test_a_pool_through_multi_head_attention_forward(by_example, x):
     net = Net(Fused(), Pool())
     report = replace(net, (x,) if by_example else None)
     assert report[1] == converted("layers.1", "Pool", "multi_head_attention_forward")
     y, pool = net.layers[0](x), net.layers[1]
-    q, k, v = (
-        f(t).unflatten(-1, (2, 4)).transpose(1, 2)
-        for f, t in ((pool.q, y.mean(1, keepdim=True)), (pool.k, y), (pool.v, y))
-    )
+    pairs = (pool.q, y.mean(1, keepdim=True)), (pool.k, y), (pool.v, y)
+    q, k, v = (f(t).unflatten(-1, (2, 4)).transpose(1, 2) for f, t in pairs)
     expected = (q @ k.mT / 2 - math.log(5)).sigmoid() @ v
     torch.testing.assert_close(net(x), pool.out(expected.transpose(1, 2).flatten(1)))
 
 
-class Causal(Mixer):
-    def mix(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+Causal = mixer("Causal", lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -658,50 +455,45 @@ class Causal(Mixer):
 def test_compiled_and_exported(kind, x):
     net = Net(kind()).eval()
     replace(net)
-    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
+    if kind is Pool:
+        torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
     exported = torch.export.export(net, (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
     longer = torch.randn(2, 9, 8)
     torch.testing.assert_close(exported.module()(longer), net(longer))
 
 
+class Both(Fused):
+    """With a softmax that is no attention, of a layer inside or in the same forward."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.gate = Gated() if inside else None
+
+    def combine(self, x, attended):
+        return self.gate(attended) if self.gate is not None else attended * self.qkv(x)[..., :8].softmax(-1)
+
+    def forward(self, x):
+        return self.combine(x, super().forward(x))
+
+
 class TestWhatIsNoAttention:
     def test_an_example_tells_a_router_apart(self, x):
         net = Net(Fused(), Gated())
-        report = replace(net, (x,))
-        assert report[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
+        assert replace(net, (x,))[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
         torch.testing.assert_close(net(x), net.layers[1](net.layers[0].formula(x, -math.log(5))))
 
     def test_code_without_a_matrix_product_does_too(self):
         report = replace(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
         assert [r.name for r in report if r.outcome != "converted"] == ["layers.1", "layers.2.1"]
 
-    def test_inside_a_layer_that_is_replaced(self, x):
-        class Both(Fused):
-            def __init__(self):
-                super().__init__()
-                self.gate = Gated()
-
-            def forward(self, x):
-                return self.gate(super().forward(x))
-
-        layer = Both()
-        expected = layer.gate(layer.formula(x, -math.log(5)))
-        report = replace(layer, (x,))
-        assert report == [
-            converted("", "Both", "scaled_dot_product_attention"),
-            SoftmaxLayer("gate", "Gated", "softmax", "not attention"),
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_a_layer_with_both(self, inside, x):
+        layer = Both(inside)
+        expected = layer.combine(x, layer.formula(x, -math.log(5)))
+        assert replace(layer, (x,)) == [
+            converted("", "Both", SDPA),
+            SoftmaxLayer("gate" if inside else "", "Gated" if inside else "Both", "softmax", "not attention"),
         ]
-        torch.testing.assert_close(layer(x), expected)
-
-    def test_one_forward_with_both(self, x):
-        class Both(Fused):
-            def forward(self, x):
-                return super().forward(x) * self.qkv(x)[..., :8].softmax(-1)
-
-        layer = Both()
-        expected = layer.formula(x, -math.log(5)) * layer.qkv(x)[..., :8].softmax(-1)
-        report = replace(layer, (x,))
-        assert [r.outcome for r in report] == ["converted", "not attention"]
         torch.testing.assert_close(layer(x), expected)
 
 
@@ -718,22 +510,18 @@ class Flagged(Mixer):
         return self.softmax(scores(q, k)) @ v
 
 
-@pytest.mark.parametrize("by_example", [False, True])
-def test_timm_s_flag_is_set(by_example, x):
-    net = Net(Flagged())
-    assert [r.name for r in replace(net, (x,) if by_example else None)] == ["layers.0"]
+@BOTH_SEARCHES
+def test_timm_s_flag_is_set_unless_the_model_is_refused(by_example, x):
+    net, example = Net(Flagged(), LowLevelSoftmax()), (x,) if by_example else None
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
+        replace(net, example)
+    assert net.layers[0].fused_attn is False
+    net = Net(net.layers[0])
+    assert [r.name for r in replace(net, example)] == ["layers.0"]
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
     net.layers[0].fused_attn = False
     with pytest.raises(RuntimeError, match=r"Flagged was converted .* this forward computes a softmax"):
         net(x)
-
-
-@pytest.mark.parametrize("by_example", [False, True])
-def test_timm_s_flag_is_as_before_where_the_model_is_refused(by_example, x):
-    net = Net(Flagged(), LowLevelSoftmax())
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
-        replace(net, (x,) if by_example else None)
-    assert net.layers[0].fused_attn is False
 
 
 def test_layers_that_the_example_does_not_reach(x):
@@ -741,8 +529,7 @@ def test_layers_that_the_example_does_not_reach(x):
         def forward(self, x):
             return self.layers[0](x)
 
-    net = Half(Fused(), Fused())
-    assert [r.name for r in replace(net, (x,))] == ["layers.0", "layers.1"]
+    assert [r.name for r in replace(Half(Fused(), Fused()), (x,))] == ["layers.0", "layers.1"]
     with pytest.raises(ValueError, match=r"'layers\.1' \(TorchSoftmax: softmax\)"):
         replace(Half(Fused(), TorchSoftmax()), (x,))
 
@@ -758,9 +545,7 @@ class Holder(nn.Module):
 
 def test_modules_that_are_not_registered(x):
     model = Holder([{"second": nn.Sequential(Fused())}])
-    with pytest.raises(
-        ValueError, match=r"'' \(Holder: .* of a module in self\.held, which is not registered\).*example"
-    ):
+    with pytest.raises(ValueError, match=r"'' \(Holder: .* in self\.held, which is not registered\).*example"):
         replace(model)
     model.held[0]["second"].parent = [model]  # back to the holder
     with pytest.raises(ValueError, match=r"'second' \(Sequential: .* in self\.parent"):
@@ -774,42 +559,26 @@ def test_modules_that_are_not_registered(x):
 
 def test_layers_may_be_kept(x):
     net = Net(Fused(), Fused())
-    report = replace(net, (x,), keep=["layers.0"])
-    assert report == [
-        SoftmaxLayer("layers.0", "Fused", "scaled_dot_product_attention", "kept"),
-        converted("layers.1", "Fused", "scaled_dot_product_attention"),
-    ]
+    kept = SoftmaxLayer("layers.0", "Fused", SDPA, "kept")
+    assert replace(net, (x,), keep=["layers.0"]) == [kept, converted("layers.1", "Fused", SDPA)]
     assert type(net.layers[0]) is Fused
-
-
-def test_patterns_that_match_nothing():
     with pytest.raises(ValueError, match=r"keep=\['head'\] matches no layer.*'layers\.0'"):
         replace(Net(Fused()), keep=["layers.*", "head"])
     with pytest.raises(TypeError, match="sequence of names, got the string"):
         replace(Net(Fused()), keep="layers.0")
-
-
-def test_a_kept_layer_inside_a_replaced_one():
-    class Outer(Fused):
-        def __init__(self):
-            super().__init__()
-            self.inner = Fused()
-
     with pytest.raises(ValueError, match="keep both or neither"):
-        replace(Outer(), keep=["inner"])
+        replace(mixer("Outer", base=Fused, inner=Fused)(), keep=["inner"])
 
 
-@pytest.mark.parametrize("by_example", [False, True])
+@BOTH_SEARCHES
 def test_this_library_s_own_layers(by_example, x):
-    net = Net(
-        Attention(8, 2, activation="sigmoid", attention_bias=-1.0),
-        Attention(8, 2, activation="softmax", attention_bias=None),
-    )
-    twin = Attention(8, 2, activation="sigmoid", attention_bias=-1.0)
+    sigmoid = {"activation": "sigmoid", "attention_bias": -1.0}
+    net = Net(Attention(8, 2, **sigmoid), Attention(8, 2, activation="softmax", attention_bias=None))
+    twin = Attention(8, 2, **sigmoid)
     twin.load_state_dict(net.layers[1].state_dict())
     expected = twin(net.layers[0](x))
     (entry,) = replace(net, (x,) if by_example else None, bias=-1.0)
-    assert entry == converted("layers.1", "Attention", "scaled_dot_product_attention")
+    assert entry == converted("layers.1", "Attention", SDPA)
     torch.testing.assert_close(net(x), expected)
 
 
@@ -834,24 +603,17 @@ def test_sparse_values_are_activations():
     torch.testing.assert_close(model(x), expected)
 
 
-def test_a_performer_is_refused_with_an_example(x):
-    """As by its code: it is softmax attention by random features, which the call does not replace."""
-    layer = Attention(8, 2, activation="performer", attention_bias=None, causal=True)
-    for example in (None, (x,)):
-        with pytest.raises(ValueError, match=r"'layers\.1' has activation='performer'"):
-            replace(Net(Fused(), layer), example)
+class Loading(nn.Module):
+    """As those with which transformers loads models, which name kernels of attention."""
+
+    def choose(self):
+        return flex_attention
+
+    def attend(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
 
 
 def test_methods_of_a_base_class_without_a_forward_count_where_they_are_used():
-    """Such as those with which transformers loads models, which name kernels of attention."""
-
-    class Loading(nn.Module):
-        def choose(self):
-            return flex_attention
-
-        def attend(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
     class Model(Loading):
         def __init__(self):
             super().__init__()

@@ -16,14 +16,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 from sigattn.conversion import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from tests.conversion.test_fit import least_squares  # noqa: E402
-from tests.integrations.sizes import SMALL, TEXT  # noqa: E402
+from tests.integrations.small_models import SIZES as COMMON  # noqa: E402
+from tests.integrations.small_models import TEXT, inputs_of  # noqa: E402
+from tests.integrations.small_models import model_of as small_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "pad_token_id": 0}
 SIZES = {
     "llama": TEXT,
+    "bert": COMMON["bert"],
     "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 2.0},  # windows, and logits that are capped
-    "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
     "t5": {**T5, "decoder_start_token_id": 0},  # position biases, and cross-attention
 }
 
@@ -114,7 +116,7 @@ class Classifier(nn.Module):
 
 
 def test_a_model_within_another(tmp_path):
-    model, ids = Classifier(False).eval(), torch.randint(3, 50, (5, 2, 12))
+    model, ids = Classifier(False).eval(), IDS
     report = convert(model, ids.unbind())
     assert [layer.name for layer in report.layers] == [f"encoder.encoder.layer.{i}.attention.self" for i in range(2)]
     model.encoder.save_pretrained(tmp_path)
@@ -122,17 +124,9 @@ def test_a_model_within_another(tmp_path):
     assert torch.equal(loaded(ids[0]).last_hidden_state, model.encoder(ids[0]).last_hidden_state)
 
 
-def clip():
-    part = {**SMALL, "num_hidden_layers": 1}
-    text = {**part, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
-    vision = {**part, "image_size": 16, "patch_size": 4}
-    config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
-    return AutoModel.from_config(config).eval()
-
-
 def test_a_part_of_a_composite_model(tmp_path):
     """Converted while the whole runs; the whole is loaded with one part sigmoid and the other softmax."""
-    model, inputs = clip(), {"input_ids": torch.randint(3, 50, (2, 9)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    model, inputs = small_model("clip"), inputs_of("clip")
     before = model(**inputs)
     report = convert(model.text_model, [inputs] * 2, loss=lambda _, batch: model(**batch).logits_per_text.mean())
     assert len(report.layers) == 1
@@ -161,53 +155,53 @@ def test_the_example(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "converted" / "model.safetensors").exists()
 
 
-class TestRefused:
-    def refused(self, model, batches, message, **options):
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        chosen = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
-        with pytest.raises(ConversionError, match=message):
-            convert(model, batches, **options)
-        assert [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")] == chosen
-        assert model.state_dict().keys() == state.keys()
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+def refused(model, batches, message, **options):
+    """Expect an error with this message, and a model that is as before."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    chosen = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
+    with pytest.raises(ConversionError, match=message):
+        convert(model, batches, **options)
+    assert [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")] == chosen
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
-    def test_a_model_with_other_attention(self):
-        self.refused(Classifier(True), torch.randint(3, 50, (5, 2, 12)).unbind(), "and other attention.*pool")
 
-    def test_layers_that_the_batches_do_not_reach(self):
-        model, ids = clip(), torch.randint(3, 50, (5, 2, 9))
-        self.refused(
-            model,
-            ids.unbind(),
-            r"do not reach the attention of 'vision_model",
-            loss=lambda m, batch: m.get_text_features(batch).pooler_output.mean(),
-        )
+IDS = torch.randint(3, 50, (5, 2, 9), generator=torch.Generator().manual_seed(0))
+EMBEDDINGS = [{"inputs_embeds": torch.randn(2, 9, 32)} for _ in range(5)]
+EMBEDDINGS[4]["inputs_embeds"][0, 3] = torch.nan  # held out
 
-    def test_batches_that_the_model_refuses(self):
-        self.refused(model_of("llama", "sdpa"), [{"input_ids": torch.tensor([[99]])}], "does not run on batch 0")
 
-    @pytest.mark.parametrize("at", [0, 4])
-    def test_a_batch_that_is_not_finite(self, at):
-        """Of the fit, or held out."""
-        embeds = torch.randn(5, 2, 9, 32)
-        embeds[at, 0, 3] = torch.nan
-        model = model_of("llama", "sdpa")
-        self.refused(model, [{"inputs_embeds": x} for x in embeds], "layers.0.self_attn' are not finite")
+def features_of_text(model, batch):
+    return model.get_text_features(batch).pooler_output.mean()
 
-    def test_offloaded_weights(self):
-        accelerate = pytest.importorskip("accelerate")
-        model, batches = model_of("llama", "sdpa"), batches_of("llama")
-        accelerate.cpu_offload(model, execution_device="cpu")
-        with pytest.raises(ConversionError, match=r"'model\.layers\.1\.self_attn' are on the meta device"):
-            convert(model, batches)
-        assert model.config._attn_implementation == "sdpa"
-        assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]
 
-    def test_converted_already(self):
-        model, batches = model_of("llama", "sdpa"), batches_of("llama")
+def resnet():
+    return AutoModel.from_config(AutoConfig.for_model("resnet", embedding_size=16, hidden_sizes=[16], depths=[1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "message", "options"),
+    [
+        (lambda: Classifier(True), IDS.unbind(), "and other attention.*pool", {}),
+        (lambda: small_model("clip"), IDS.unbind(), r"do not reach the attention of 'vision_model",
+         {"loss": features_of_text}),
+        (lambda: model_of("llama", "sdpa"), [{"input_ids": torch.tensor([[99]])}], "does not run on batch 0", {}),
+        (lambda: model_of("llama", "sdpa"), EMBEDDINGS, "layers.0.self_attn' are not finite", {}),
+        (resnet, [torch.randn(1, 3, 32, 32)], "attention", {}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted_is_refused_and_unchanged(make, batches, message, options):
+    refused(make(), batches, message, **options)
+
+
+def test_converted_models_and_offloaded_weights_are_refused():
+    model, batches = model_of("llama", "sdpa"), batches_of("llama")
+    convert(model, batches)
+    refused(model, batches, "LlamaForCausalLM has sigmoid attention already")
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("llama", "sdpa")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ConversionError, match=r"'model\.layers\.1\.self_attn' are on the meta device"):
         convert(model, batches)
-        self.refused(model, batches, "LlamaForCausalLM has sigmoid attention already")
-
-    def test_a_model_without_attention(self):
-        config = AutoConfig.for_model("resnet", embedding_size=16, hidden_sizes=[16], depths=[1])
-        self.refused(AutoModel.from_config(config), [torch.randn(1, 3, 32, 32)], "attention")
+    assert model.config._attn_implementation == "sdpa"
+    assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]

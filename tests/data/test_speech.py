@@ -35,6 +35,7 @@ def digits(tmp_path):
 class TestFeatures:
     def test_tone_peaks_in_its_mel_bin(self):
         for rate, pitch in ((16_000, 1000.0), (8000, 300.0)):
+            assert (mel_filters(512, rate, 80).sum(1) > 0).all()
             wave = tone(1.0, rate, pitch) + 1e-3 * torch.randn(rate)
             energy = (
                 mel_filters(512, rate, 80)
@@ -50,10 +51,6 @@ class TestFeatures:
         torch.testing.assert_close(frames.mean(0), torch.zeros(80), atol=1e-4, rtol=0)
         torch.testing.assert_close(frames.std(0), torch.ones(80), atol=0.01, rtol=0)
         assert log_mel(torch.zeros(8000), 8000).isfinite().all()  # silence
-
-    def test_every_filter_is_nonzero(self):
-        assert (mel_filters(512, 8000, 80).sum(1) > 0).all()
-        assert (mel_filters(512, 16_000, 80).sum(1) > 0).all()
 
     def test_spec_augment_keeps_its_limits(self):
         frames = torch.ones(300, 80)
@@ -118,35 +115,30 @@ class TestBatches:
     def test_masks_differ_from_epoch_to_epoch(self, digits):
         training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
         masked = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=0)
-        assert len(masked._epoch(0, 1000, seed=0)) == 1  # the whole set is one batch: an epoch is one step
         kept = []
-        for step in range(3):
+        for step in range(3):  # the whole set is one batch: an epoch is one step
             chosen, number = masked._chosen(step, 1000, seed=0)
             assert number == step
             frames, lengths, *_ = masked.batch(step, 1000, seed=0)
-            first = chosen.index(0)
-            kept.append(frames[first, : lengths[first]] != 0)
+            kept.append(frames[chosen.index(0), : lengths[chosen.index(0)]] != 0)
         assert not torch.equal(kept[0], kept[1])
         assert not torch.equal(kept[1], kept[2])
-        again = masked.batch(1, 1000, seed=0)[0]
-        assert torch.equal(again, masked.batch(1, 1000, seed=0)[0])
+        assert torch.equal(masked.batch(1, 1000, seed=0)[0], masked.batch(1, 1000, seed=0)[0])
 
-    def test_frames_are_kept_as_they_are(self, digits, monkeypatch):
-        training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
-        data = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=0)
-        plain = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=None)
+    def test_frames_are_kept_as_they_are_within_a_limit_of_memory(self, digits, monkeypatch):
+        data, plain = self.data(digits), self.data(digits)
         first = plain.batch(0, 1000, seed=0)[0]
+        data.spec_augment_from = 0
         assert not torch.equal(data.batch(0, 1000, seed=0)[0], first)
         data.spec_augment_from = None
         monkeypatch.setattr(Speech, "_wave", None)  # nothing is read again
         assert torch.equal(data.batch(0, 1000, seed=0)[0], first)
-
-    def test_memory_of_kept_frames_is_limited(self, digits, monkeypatch):
+        monkeypatch.undo()
         monkeypatch.setattr(speech, "_KEPT_BYTES", 100_000)
-        data = self.data(digits)
+        limited = self.data(digits)
         for _ in range(2):
-            data.batch(0, 1000, seed=0)
-        assert 0 < sum(frames.nbytes for frames in data._kept.values()) == data._kept_bytes <= 100_000
+            limited.batch(0, 1000, seed=0)
+        assert 0 < sum(frames.nbytes for frames in limited._kept.values()) == limited._kept_bytes <= 100_000
 
     def test_broken_recordings_are_counted_and_left_out(self, digits, capsys):
         data = self.data(digits)
@@ -164,29 +156,21 @@ class TestBatches:
         assert data.unreadable_summary().startswith("2 of ")
         assert str(broken) in data.unreadable_summary()
 
-    def test_batch_of_one_broken_recording_is_replaced(self, digits, capsys):
-        data = self.data(digits)
+    def test_mostly_broken_recordings_are_an_error(self, digits, capsys):
+        """One in a batch of its own is replaced."""
+        data, other = self.data(digits), self.data(digits)
         (chosen,) = data._chosen(0, 0, seed=0)[0]  # no seconds at all: each batch is one utterance
         data.training[chosen].pieces[0][0].write_bytes(b"no sound")
         frames, lengths, *_ = data.batch(0, 0, seed=0)
         assert len(frames) == len(lengths) == 1
         assert frames.isfinite().all()
-
-    def test_mostly_broken_recordings_are_an_error(self, digits, capsys):
-        data = self.data(digits)
         for file in (digits / "recordings").glob("*.wav"):
             file.write_bytes(b"no sound")
         with pytest.raises(DataError, match=r"recordings cannot be read, the last .*wav: LibsndfileError"):
-            list(zip(range(99), data.batches(0, 6, seed=0), strict=False))
-        data = self.data_of_broken_held_out(digits)
+            list(zip(range(99), other.batches(0, 6, seed=0), strict=False))
+        missing = [Utterance(((digits / f"{i}.wav", 0.0, math.inf),), "one", 1.0) for i in range(4)]
         with pytest.raises(DataError, match="no held-out recording can be read"):
-            list(data.validation(4))
-
-    @staticmethod
-    def data_of_broken_held_out(digits):
-        nowhere = Utterance(((digits / "nowhere.wav", 0.0, math.inf),), "one", 1.0)
-        others = [Utterance(((digits / f"{i}.wav", 0.0, math.inf),), "one", 1.0) for i in range(3)]
-        return Speech(others, [nowhere], CharTokenizer(ALPHABET))
+            list(Speech(missing[:3], missing[3:], CharTokenizer(ALPHABET)).validation(4))
 
 
 class TestCorpora:
@@ -215,16 +199,28 @@ class TestCorpora:
         with pytest.raises(DataError, match="cannot read the archive"):
             spoken_digits(tmp_path / "broken.tar.gz")
 
-    def test_librispeech(self, tmp_path):
+    def test_librispeech(self, tmp_path, capsys):
         chapter = tmp_path / "dev-clean" / "12" / "34"
         chapter.mkdir(parents=True)
-        (chapter / "12-34.trans.txt").write_text("12-34-0000 HELLO WORLD\n12-34-0001 IT'S\n")
-        for i, seconds in enumerate((1.5, 0.5)):
-            soundfile.write(chapter / f"12-34-000{i}.flac", tone(seconds, 16_000).numpy(), 16_000)
-        found = librispeech(tmp_path, ["dev-clean"])
+        names, words = [f"12-34-000{i}" for i in range(4)], ("HELLO WORLD", "IT'S", "A", "B")
+        text = chapter / "12-34.trans.txt"
+        text.write_text("\n\n".join(f"{name} {said}" for name, said in zip(names, words, strict=True)))
+        for name, seconds in zip(names, (1.5, 0.5), strict=False):
+            soundfile.write(chapter / f"{name}.flac", tone(seconds, 16_000).numpy(), 16_000)
+        (chapter / f"{names[2]}.flac").write_bytes(b"no sound")
+        unreadable = UnreadableFiles("recording")
+        found = librispeech(tmp_path, ["dev-clean"], unreadable)
         assert [(u.text, u.seconds) for u in found] == [("HELLO WORLD", 1.5), ("IT'S", 0.5)]
         _, lengths, *_ = Speech(found, [], CharTokenizer(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
         assert sorted(lengths.tolist()) == [51, 151]
+        assert list(unreadable.errors) == [str(chapter / f"{name}.flac") for name in names[2:]]
+        assert "2 of 4 recordings could not be read" in unreadable.summary()
+        (chapter / f"{names[1]}.flac").unlink()
+        with pytest.raises(DataError, match="3 of 4 recordings cannot be read"):
+            librispeech(tmp_path, ["dev-clean"])
+        text.write_bytes(b"\xff\xfe")
+        with pytest.raises(DataError, match=r"cannot read .*12-34\.trans\.txt"):
+            librispeech(tmp_path, ["dev-clean"])
         with pytest.raises(DataError, match="test-clean/SPEAKER/CHAPTER"):
             librispeech(tmp_path, ["test-clean"])
 
@@ -242,25 +238,6 @@ class TestCorpora:
         (recordings / "3_bob_7.wav").write_bytes(b"no sound")
         with pytest.raises(DataError, match="41 of 80 recordings cannot be read"):
             spoken_digits(digits)
-
-    def test_librispeech_without_some_recordings(self, tmp_path, capsys):
-        chapter = tmp_path / "dev-clean" / "12" / "34"
-        chapter.mkdir(parents=True)
-        names = [f"12-34-000{i}" for i in range(4)]
-        (chapter / "12-34.trans.txt").write_text("\n\n".join(f"{name} HELLO" for name in names))
-        for name in names[:2]:
-            soundfile.write(chapter / f"{name}.flac", tone(0.5, 16_000).numpy(), 16_000)
-        (chapter / f"{names[2]}.flac").write_bytes(b"no sound")
-        unreadable = UnreadableFiles("recording")
-        assert len(librispeech(tmp_path, ["dev-clean"], unreadable)) == 2
-        assert list(unreadable.errors) == [str(chapter / f"{name}.flac") for name in names[2:]]
-        assert "2 of 4 recordings could not be read" in unreadable.summary()
-        (chapter / f"{names[1]}.flac").unlink()
-        with pytest.raises(DataError, match="3 of 4 recordings cannot be read"):
-            librispeech(tmp_path, ["dev-clean"])
-        (chapter / "12-34.trans.txt").write_bytes(b"\xff\xfe")
-        with pytest.raises(DataError, match=r"cannot read .*12-34\.trans\.txt"):
-            librispeech(tmp_path, ["dev-clean"])
 
     def test_tedlium(self, tmp_path):
         talk = tmp_path / "legacy" / "test"

@@ -35,16 +35,24 @@ def corpus(tmp_path):
     return folder
 
 
+def every_token(text):
+    return [*text.training_tokens.tolist(), *text.held_out_tokens.tolist()]
+
+
 def test_documents_and_tokens(corpus, tmp_path):
     assert len(list(iter_documents(corpus))) == 3
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "new" / "tokenizer.json")
     again = load_tokenizer(tmp_path / "new" / "tokenizer.json")
-    text = tokenize_corpus(corpus, again, 300, seq_len=8, held_out_fraction=0.1)
-    everything = [*text.training_tokens.tolist(), *text.held_out_tokens.tolist()]
-    end = tokenizer.token_to_id(END)
-    assert everything.count(end) == 3
-    assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
-    assert len(everything) < 500  # 1,311 characters
+    tokens = every_token(tokenize_corpus(corpus, again, 300, seq_len=8, held_out_fraction=0.1))
+    assert tokens.count(tokenizer.token_to_id(END)) == 3
+    assert tokenizer.decode(tokens) == "".join(iter_documents(corpus))
+    assert len(tokens) < 500  # 1,311 characters
+    with pytest.raises(DataError, match="the tokenizer has 282 tokens, and the model 256"):
+        tokenize_corpus(corpus, tokenizer, 256, seq_len=8)
+    with pytest.raises(DataError, match=r"tokens, of which .* are held out: too short"):
+        tokenize_corpus(corpus, tokenizer, 300, seq_len=80)
+    with pytest.raises(DataError, match="cannot read the tokenizer"):
+        load_tokenizer(tmp_path / "missing.json")
 
 
 def test_tokenizer_neither_cuts_nor_pads_documents(corpus, tmp_path):
@@ -65,9 +73,8 @@ def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
     count = pack_corpus(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
     text = load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8, held_out_fraction=0.1)
-    everything = [*text.training_tokens.tolist(), *text.held_out_tokens.tolist()]
-    assert len(everything) == count
-    assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
+    assert len(every_token(text)) == count
+    assert tokenizer.decode(every_token(text)) == "".join(iter_documents(corpus))
     tokens, targets = text.batch(3, 4, seed=0)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -92,8 +99,7 @@ def test_too_short_training_part():
 
 @pytest.fixture
 def stored(corpus, tmp_path):
-    tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
-    pack_corpus(corpus, tokenizer, tmp_path / "corpus.bin")
+    pack_corpus(corpus, train_tokenizer(corpus, 300, tmp_path / "tokenizer.json"), tmp_path / "corpus.bin")
     return tmp_path / "corpus.bin"
 
 
@@ -135,13 +141,3 @@ def test_parquet(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
     assert list(iter_documents(tmp_path)) == ["one", "two"]
-
-
-def test_vocabulary_or_text_that_does_not_fit(corpus, tmp_path):
-    tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match="the tokenizer has 282 tokens, and the model 256"):
-        tokenize_corpus(corpus, tokenizer, 256, seq_len=8)
-    with pytest.raises(DataError, match=r"tokens, of which .* are held out: too short"):
-        tokenize_corpus(corpus, tokenizer, 300, seq_len=80)
-    with pytest.raises(DataError, match="cannot read the tokenizer"):
-        load_tokenizer(tmp_path / "missing.json")

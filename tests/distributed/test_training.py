@@ -15,38 +15,33 @@ from tests.distributed.processes import launch
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
-CLOSELY = {"statistics_every": 2, "batch_size": 7}
+CLOSELY = {"statistics_every": 2, "batch_size": 7}  # 2 does not divide 7
 WHOLE_WEIGHTS = 'needs the whole weights on each process: set parallel="ddp"'
 REFUSED = {  # name: task, settings, message
     "2-vision-context": (
-        "vision",
-        {"training": {"context_parallel": 2}},
+        "vision", {"training": {"context_parallel": 2}},
         "context_parallel supports language models with sigmoid attention only, got ViTConfig(",
     ),
     "2-average-fsdp": ("language", {"training": {"parallel": "fsdp", "ema": 0.9}}, WHOLE_WEIGHTS),
     "2-average-tensor": ("language", {"training": {"tensor_parallel": 2, "ema": 0.9}}, WHOLE_WEIGHTS),
     "2-odd": (
-        "language",
-        {"training": {"tensor_parallel": 2}, "model": {"mlp_dim": 33}},
+        "language", {"training": {"tensor_parallel": 2}, "model": {"mlp_dim": 33}},
         "tensor_parallel=2 is not possible: 33 hidden features do",
     ),
     "2-one-key-head": (
-        "language",
-        {"training": {"tensor_parallel": 2}, "model": {"num_kv_heads": 1}},
+        "language", {"training": {"tensor_parallel": 2}, "model": {"num_kv_heads": 1}},
         "tensor_parallel=2 is not possible: 4 heads and 1 key heads do",
     ),
     "2-contrast-tensor": (
-        "contrast",
-        {"training": {"tensor_parallel": 2}},
-        "SimCLR does not support tensor_parallel=2",
+        "contrast", {"training": {"tensor_parallel": 2}}, "SimCLR does not support tensor_parallel=2"
     ),
     "2-few": (
-        "language",
-        {"training": {"batch_size": 1}},
-        "batch_size=1 leaves some of the 2 processes without a sample",
+        "language", {"training": {"batch_size": 1}}, "batch_size=1 leaves some of the 2 processes without a sample"
     ),
-    "4-uneven": ("language", {"training": {"tensor_parallel": 3}}, "tensor_parallel=3 does not divide the 4 processes"),
-}
+    "4-uneven": (
+        "language", {"training": {"tensor_parallel": 3}}, "tensor_parallel=3 does not divide the 4 processes"
+    ),
+}  # fmt: skip
 
 
 def rows(folder):
@@ -55,7 +50,7 @@ def rows(folder):
 
 def same(folder, other, tolerance=2e-4):
     ours, theirs = rows(folder), rows(other)
-    assert len(ours) == len(theirs) == 5
+    assert len(ours) == len(theirs) == worker.STEPS
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"samples_per_second"}:
@@ -99,7 +94,7 @@ def runs(tmp_path_factory):
         *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("2-")),
         job("in-use"),
         job("stopped", terminate=[1, 1], training=fsdp),
-        job("resumed", stop_after=1),
+        job("resumed", stop_after=0),
     ]
     with lock_folder(root / "in-use"):
         train(2, two)
@@ -108,7 +103,7 @@ def runs(tmp_path_factory):
         job("4-context", training={"context_parallel": 2, **fsdp}),
         job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2}),
         *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("4-")),
-        job("resumed", resume=True, stop_after=3, training=fsdp),
+        job("resumed", resume=True, stop_after=1, training=fsdp),
     ]
     train(4, four)
     return root
@@ -150,7 +145,7 @@ def test_biases_keep_their_precision(runs):
     """The mass of a row of weights is proportional to exp(b)."""
     replicated, sharded = (rows(runs / f"2-half-bias-{n}")[0]["row_mass"] for n in ("ddp", "fsdp"))
     assert sharded == pytest.approx(replicated, rel=2e-3)
-    assert len(rows(runs / "2-half-query")) == 5  # the layer's bias that is no bias of logits
+    assert len(rows(runs / "2-half-query")) == worker.STEPS  # the layer's bias that is no bias of logits
 
 
 def test_resume_with_another_number_of_processes(runs):
@@ -173,7 +168,7 @@ def test_a_folder_in_use_stops_all_processes(runs):
 def test_sigterm_to_one_process_stops_all_after_the_same_step(runs):
     for rank in range(2):
         text = (runs / "stopped" / f"stopped-{rank}").read_text()
-        assert text.startswith(f"{int(signal.SIGTERM)} stopped after 2 of 5 steps")
+        assert text.startswith(f"{int(signal.SIGTERM)} stopped after 2 of 3 steps")
     assert [p.name for p in checkpoint.list_checkpoints(runs / "stopped" / "checkpoints")] == ["step-00000002"]
     for ours, theirs in zip(rows(runs / "stopped"), rows(runs / "one-language")[:2], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)

@@ -20,8 +20,9 @@ from sigattn.train import loop, trainer
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError
 
+STEPS = 3
 TRAINING = TrainConfig(
-    max_steps=5, batch_size=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2
+    max_steps=STEPS, batch_size=8, warmup_steps=2, validate_every=STEPS, checkpoint_every=STEPS, learning_rate=1e-2
 )
 LANGUAGE = LanguageModelConfig(
     max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, position="alibi", learn_bias="layer"
@@ -33,20 +34,18 @@ VISION = ViTConfig(
 
 def setting(kind):
     """Task, model and data."""
-    if kind == "language":
-        return LanguageModelling(), LANGUAGE, TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
-    if kind == "documents":  # lines of very different numbers of words, so of targets that are not ignored
-        text = TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
-        return LanguageModelling(end_token=ord(" ")), LANGUAGE, text
-    if kind == "placeholder":
-        return LanguageModelling(), LANGUAGE, FirstProcessOnly.from_bytes(load_text()[:40_000], 32, held_out=4)
-    if kind == "rope":
-        model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
-        return LanguageModelling(), model, TextData.from_bytes(load_text()[:40_000], 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()
-    task = SimCLR(projector_dim=16, output_dim=8) if kind == "contrast" else BYOL(projector_dim=16, output_dim=8)
-    return task, VISION, Digits(num_views=2, labels=False)
+    if kind in ("contrast", "teacher"):
+        task = SimCLR if kind == "contrast" else BYOL
+        return task(projector_dim=16, output_dim=8), VISION, Digits(num_views=2, labels=False)
+    model = LANGUAGE
+    if kind == "rope":
+        model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
+    # lines of very different numbers of words, so of targets that are not ignored
+    task = LanguageModelling(end_token=ord(" ") if kind == "documents" else None)
+    data = FirstProcessOnly if kind == "placeholder" else TextData
+    return task, model, data.from_bytes(load_text()[:40_000], 32, held_out=4)
 
 
 class FirstProcessOnly(TextData):

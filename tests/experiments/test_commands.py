@@ -33,14 +33,8 @@ SETTINGS = [
     (["--list", "--all"], "--list lists the experiments: leave out --all"),
     (["tones", "--scale", "paper", "--longer", "3"], "longer=3 is for the scales"),
     (["--all", "--more-seeds", "mlp", "5"], "name it in place of --all"),
-    (
-        ["--all", "--extend", "docs/results"],
-        "--extend is for one experiment: name it",
-    ),
-    (
-        ["flops", "--seeds", "5"],
-        "flops takes no --seeds: leave it out; it takes none of its kind",
-    ),
+    (["--all", "--extend", "docs/results"], "--extend is for one experiment: name it"),
+    (["flops", "--seeds", "5"], "flops takes no --seeds: leave it out; it takes none of its kind"),
     (
         ["vision-ablations", "--data", ".", "--speech", ".", "--longer", "2"],
         "vision-ablations takes no --data, --speech: leave it out; it takes --seeds, --workers, --longer",

@@ -65,38 +65,41 @@ def test_variants_of_a_claim_differ_in_what_it_names(name, words, fields):
         assert {k for k in first | second if first.get(k) != second.get(k)} == fields
 
 
-@pytest.mark.parametrize("variants", SPEECH, ids=["stability", "hybrid", "post", "structure"])
-def test_speech_variants_train(variants):
+def speech_loss(changes):
     small = {"embed_dim": 16, "num_heads": 2, "num_mel_bins": 8, "num_layers": 1, "conformer_kernel_size": 5}
+    model = SpeechModel(find_recipe("asr-ls960-tiny").with_transformer(**{**changes, **small}).model)
+    targets = torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1])
+    return model, CTC().loss(model, (torch.randn(2, 40, 8), torch.tensor([40, 31]), *targets))
+
+
+def language_loss(changes):
+    config = find_recipe("lm-1b-2k-tiny").with_transformer(**changes).model
+    model = LanguageModel(replace(config, embed_dim=16, num_heads=2, num_layers=1, max_seq_len=12))
+    tokens = torch.randint(256, (2, 13))
+    return model, model.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+def vision_loss(changes):
+    config = find_recipe("vit-supervised-tiny").with_transformer(**changes, embed_dim=16, num_heads=2).model
+    model = ViT(config)
+    return model, Classification().loss(model, (*config.example_inputs(), torch.tensor([0, 1])))
+
+
+VARIANTS = [
+    *((speech_loss, variants) for variants in SPEECH),
+    *((language_loss, variants) for variants in LANGUAGE),
+    *((vision_loss, e.run.variants) for e in vision_ablations.EXPERIMENTS),
+]
+
+
+@pytest.mark.parametrize(("make", "variants"), VARIANTS)
+def test_every_variant_trains(make, variants):
     for changes in variants.values():
-        config = find_recipe("asr-ls960-tiny").with_transformer(**{**changes, **small}).model
-        batch = torch.randn(2, 40, 8), torch.tensor([40, 31]), torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1])
-        model = SpeechModel(config)
-        check_gradients(model, CTC().loss(model, batch))
-
-
-@pytest.mark.parametrize("variants", LANGUAGE, ids=["2k", "4k", "stability"])
-def test_language_variants_train(variants):
-    for changes in variants.values():
-        config = find_recipe("lm-1b-2k-tiny").with_transformer(**changes).model
-        config = replace(config, embed_dim=16, num_heads=2, num_layers=1, max_seq_len=12)
-        tokens, model = torch.randint(256, (2, 13)), LanguageModel(config)
-        check_gradients(model, model.loss(tokens[:, :-1], tokens[:, 1:]))
-
-
-@pytest.mark.parametrize("experiment", vision_ablations.EXPERIMENTS, ids=lambda e: e.name)
-def test_vision_variants_train(experiment):
-    for changes in experiment.run.variants.values():
-        config = find_recipe("vit-supervised-tiny").with_transformer(**changes, embed_dim=16, num_heads=2).model
-        model = ViT(config)
-        check_gradients(model, Classification().loss(model, (*config.example_inputs(), torch.tensor([0, 1]))))
-
-
-def check_gradients(model, loss):
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+        model, loss = make(changes)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
 
 
 def test_all_rows_of_the_papers_language_table():

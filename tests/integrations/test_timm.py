@@ -4,13 +4,12 @@ import pickle
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
 from sigattn import convert  # noqa: E402
 from sigattn.integrations.timm import attention_layer  # noqa: E402
-from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
+from tests.integrations.timm_outcomes import SoftmaxOperators, formula_instead_of_softmax  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -29,18 +28,10 @@ IGNORING = {  # timm ignores attn_layer in blocks of these, or in the pool
 }
 
 
-def answered(model, x, bias):
-    """The same model with timm's own layers and the formula in place of its softmax."""
-
-    def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        b = -torch.tensor(float(k.shape[2])).log() if bias == "log_visible" else bias
-        return torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + b) @ v
-
-    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, formula
-    try:
+def answered(model, x, bias="log_visible"):
+    """Return the output with timm's own layers and the formula in place of its softmax."""
+    with formula_instead_of_softmax(None if bias == "log_visible" else bias):
         return model(x)
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 def test_normalized_far_below_zero_it_is_timms_own_attention():

@@ -1,6 +1,5 @@
-"""attn_implementation="sigmoid" in tiny random models of transformers, against the formula in the same models."""
+"""attn_implementation="sigmoid" in small random models of transformers, against the formula in the same models."""
 
-import copy
 import math
 
 import pytest
@@ -8,128 +7,99 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
-from transformers.masking_utils import (  # noqa: E402
-    AttentionMaskInterface,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
+from transformers import AutoModel  # noqa: E402
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: E402
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
-from tests.integrations.sizes import SMALL, TEXT, WHISPER  # noqa: E402
+from tests.integrations.small_models import (  # noqa: E402
+    CLIP_TEXT,
+    inputs_of,
+    model_of,
+    register,
+    sigmoid_model,
+    with_formula,
+)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # transformers' own
-]
-DECODERS = {"llama": TEXT, "gemma3_text": {**TEXT, "sliding_window": 6}}
-OTHERS = {"bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0}, "whisper": WHISPER}
-
-
-def formula(module, query, key, value, attention_mask, scaling=None, is_causal=None, **_):
-    """σ(scale · Q Kᵀ + b) V written out in float64, from what each query sees."""
-    n, m = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    seen = torch.ones(n, m, dtype=torch.bool)
-    if attention_mask is not None:
-        seen = attention_mask
-    elif causal and n > 1:
-        seen = torch.arange(m) <= torch.arange(n)[:, None]
-    k, v = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
-    b = getattr(module.config, "sigmoid_bias", "log_visible")
-    if b == "log_visible":
-        b = -seen.sum(-1, keepdim=True).clamp(min=1).double().log()
-    s = query.double() @ k.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5) + b
-    out = (torch.sigmoid(s) * seen) @ v
-    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+DECODERS = ("llama", "gemma3_text")
 
 
 @pytest.fixture(autouse=True)
 def registered():
-    sigmoid.register()
-    AttentionInterface.register("formula", formula)
-    AttentionMaskInterface.register("formula", sdpa_mask)
+    register()
 
 
-def config_of(kind, **more):
-    return AutoConfig.for_model(kind, **{**DECODERS, **OTHERS}[kind], **more)
-
-
-def pair(kind, auto=AutoModelForCausalLM, **more):
-    """The same model with ours and with the formula."""
-    torch.manual_seed(0)
-    config = config_of(kind, **more)
-    ours = auto.from_config(copy.deepcopy(config), attn_implementation="sigmoid").eval()
-    theirs = auto.from_config(copy.deepcopy(config), attn_implementation="formula").eval()
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
-def inputs_of(kind):
-    torch.manual_seed(1)
-    ids = torch.randint(3, 50, (2, 9))
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
-    return {
-        "whisper": {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": ids},
-        "bert": {"input_ids": ids, "attention_mask": mask.flip(1)},
-    }.get(kind, {"input_ids": ids, "attention_mask": mask})
-
-
-def output_of(model, inputs):
-    out = model(**inputs)
-    return out.logits if hasattr(out, "logits") else out.last_hidden_state
-
-
-@pytest.mark.parametrize(("kind", "bias"), [("llama", None), ("gemma3_text", -2.5), ("bert", None), ("whisper", -2.5)])
-def test_models(kind, bias):
-    """Outputs and all gradients."""
-    more = {} if bias is None else {"sigmoid_bias": bias}
-    ours, theirs = pair(kind, AutoModelForCausalLM if kind in DECODERS else AutoModel, **more)
-    inputs = inputs_of(kind)
-    a, b = output_of(ours, inputs), output_of(theirs, inputs)
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for out in (a, b):
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("bert", "log_visible"), ("whisper", -2.5), ("gemma3_text", "learned"), ("whisper", "learned")]
+)
+def test_outputs_and_gradients_are_the_formula_s(kind, bias):
+    """With gradient checkpointing too; the check leaves the mode of each layer as it is."""
+    ours, inputs = sigmoid_model(kind, bias), inputs_of(kind)
+    theirs = with_formula(ours)
+    outputs = [model(**inputs)[0] for model in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    for out in outputs:
         out.square().mean().backward()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if q.grad is None:
-            assert p.grad is None, name
-            continue
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad.abs().sum() > 0 for n, p in ours.named_parameters() if "sigmoid_bias" in n)
+    expected = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
+    if kind in DECODERS:  # the others have dropout
+        ours.zero_grad()
+        ours.gradient_checkpointing_enable()
+        ours.train()(**inputs, use_cache=False)[0].square().mean().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
     next(ours.train().children()).eval()
     modes = [m.training for m in ours.modules()]
     assert sigmoid.check(ours, **inputs) >= 2
     assert [m.training for m in ours.modules()] == modes
 
 
-def test_generation():
-    """Dynamic, static and no cache and beams give what the formula gives, with windows and padded on the left."""
-    ours, theirs = pair("gemma3_text")
-    inputs = inputs_of("gemma3_text")
-    common = {"max_new_tokens": 8, "do_sample": False}
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("gemma3_text", "log_visible"), ("gemma3_text", "learned"), ("bart", "learned")]
+)
+def test_generation_is_the_formula_s(kind, bias):
+    """Dynamic, static and no cache and beams, with windows and padding; caches of decoder and encoder."""
+    ours, inputs = sigmoid_model(kind, bias), inputs_of(kind)
+    theirs, common = with_formula(ours), {"max_new_tokens": 8, "do_sample": False}
     expected = theirs.generate(**inputs, **common, use_cache=False)
-    for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+    static = [{"cache_implementation": "static"}] if kind in DECODERS else []
+    for how in ({}, {"use_cache": False}, *static):
         assert torch.equal(ours.generate(**inputs, **common, **how), expected), how
     beams = {**common, "num_beams": 3}
     assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
-    alone = {"input_ids": inputs["input_ids"][1:, 3:]}
-    assert torch.equal(ours.generate(**alone, **common)[0], expected[1, 3:][: alone["input_ids"].shape[1] + 8])
+    if kind in DECODERS:
+        alone = ours.generate(inputs["input_ids"][1:, 3:], **common)[0]
+        assert torch.equal(alone, expected[1, 3:][: len(alone)])
 
 
-def test_packed_positions():
-    """Documents one after another in a row, marked by position_ids, do not see one another."""
-    ours, _ = pair("llama")
-    ids = torch.randint(3, 50, (1, 10))
+def test_packed_sequences_do_not_see_one_another():
+    """Marked by position_ids or by cu_seq_lens alone; each counts its own keys."""
+    ours, ids = sigmoid_model("llama"), torch.randint(3, 50, (1, 10))
+    first, second = ours(ids[:, :4]).logits, ours(ids[:, 4:]).logits
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     packed = ours(ids, position_ids=positions, use_cache=False).logits
-    alone = torch.cat([ours(ids[:, :4]).logits, ours(ids[:, 4:]).logits], 1)
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, torch.cat([first, second], 1), rtol=1e-4, atol=1e-5)
+    cu, positions = torch.tensor([0, 4, 10], dtype=torch.int32), torch.arange(10)[None]
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
+    packed = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
+    second = ours(ids[:, 4:], position_ids=positions[:, 4:]).logits
+    torch.testing.assert_close(packed, torch.cat([first, second], 1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="a batch of one row"):
+        ours(ids.expand(2, 10), use_cache=False, **lengths)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_compiled():
-    ours, _ = pair("llama")
-    inputs = {"input_ids": inputs_of("llama")["input_ids"], "use_cache": False}
+@pytest.mark.parametrize("bias", ["log_visible", "learned"])
+def test_compiled(bias):
+    ours, inputs = (
+        sigmoid_model("llama", bias, num_hidden_layers=1),
+        {"input_ids": inputs_of()["input_ids"], "use_cache": False},
+    )
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
 
@@ -157,65 +127,42 @@ def test_exported_and_traced_for_any_length():
         torch.testing.assert_close(traced(*operands), Layer()(*operands))
 
 
-def test_packed_with_sequence_lengths():
-    """Sequences that only cu_seq_lens separates do not see one another, and each counts its own keys."""
-    ours, _ = pair("llama")
-    ids = torch.randint(3, 50, (1, 10))
-    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-    positions = torch.arange(10)[None]
-    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
-    packed = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
-    first = ours(ids[:, :4]).logits
-    second = ours(ids[:, 4:], position_ids=positions[:, 4:]).logits
-    torch.testing.assert_close(packed, torch.cat([first, second], 1), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="a batch of one row"):
-        ours(ids.expand(2, 10), use_cache=False, **lengths)
+def outputs_of_clip(model):
+    out = model(**inputs_of("clip"))
+    return out.text_embeds, out.image_embeds
+
+
+def clip(text=None, **biases):
+    parts = {} if text is None else {"text_config": {**CLIP_TEXT, "sigmoid_bias": text}}
+    return model_of("clip", "sigmoid", **parts, **biases)
 
 
 class TestCompositeModels:
     """sigmoid_bias of the outermost configuration holds where a sub-configuration has none of its own."""
 
-    def model(self, **biases):
-        size = {**SMALL, "num_hidden_layers": 1}
-        text = {**size, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
-        vision = {**size, "image_size": 16, "patch_size": 4}
-        for part in (text, vision):
-            part |= {"sigmoid_bias": biases.pop("text")} if part is text and "text" in biases else {}
-        config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16, **biases)
-        torch.manual_seed(0)
-        return AutoModel.from_config(config, attn_implementation="sigmoid").eval()
-
-    def outputs(self, model):
-        torch.manual_seed(1)
-        out = model(input_ids=torch.randint(3, 50, (2, 9)), pixel_values=torch.randn(2, 3, 16, 16))
-        return out.text_embeds, out.image_embeds
-
     def test_inherited_unless_the_part_has_its_own(self):
-        low, default, both = self.model(sigmoid_bias=-9.0), self.model(), self.model(text=-9.0)
-        for a, b in zip(self.outputs(low), self.outputs(default), strict=True):
+        low, default, both = clip(sigmoid_bias=-9.0), clip(), clip(text=-9.0)
+        for a, b in zip(outputs_of_clip(low), outputs_of_clip(default), strict=True):
             assert not torch.equal(a, b)
-        assert torch.equal(self.outputs(low)[0], self.outputs(both)[0])
-        assert torch.equal(self.outputs(default)[1], self.outputs(both)[1])
-        own = self.outputs(self.model(sigmoid_bias=-9.0, text=-2.0))
-        assert not torch.equal(own[0], self.outputs(low)[0])
-        assert torch.equal(own[1], self.outputs(low)[1])
+        assert torch.equal(outputs_of_clip(low)[0], outputs_of_clip(both)[0])
+        assert torch.equal(outputs_of_clip(default)[1], outputs_of_clip(both)[1])
+        own = outputs_of_clip(clip(sigmoid_bias=-9.0, text=-2.0))
+        assert not torch.equal(own[0], outputs_of_clip(low)[0])
+        assert torch.equal(own[1], outputs_of_clip(low)[1])
         default.config.sigmoid_bias = -9.0  # read at each call
-        for a, b in zip(self.outputs(low), self.outputs(default), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, outputs_of_clip(low), outputs_of_clip(default)))
 
     def test_saved_whole_and_in_part(self, tmp_path):
-        model = self.model(sigmoid_bias=-9.0)
+        model, ids = clip(sigmoid_bias=-9.0), inputs_of("clip")["input_ids"]
         model.text_model.save_pretrained(tmp_path / "part")
         part = type(model.text_model).from_pretrained(tmp_path / "part")
-        ids = torch.randint(3, 50, (2, 9))
         torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
         assert model.text_model.config.to_dict().get("sigmoid_bias") != -9.0  # only what was saved has the value
         model.save_pretrained(tmp_path / "whole")
         loaded = AutoModel.from_pretrained(tmp_path / "whole")
-        for a, b in zip(self.outputs(model), self.outputs(loaded), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, outputs_of_clip(model), outputs_of_clip(loaded)))
         loaded.config.sigmoid_bias = -2.0  # the parts were saved without a value of their own
-        assert not torch.equal(self.outputs(model)[0], self.outputs(loaded)[0])
+        assert not torch.equal(outputs_of_clip(model)[0], outputs_of_clip(loaded)[0])
 
 
 MASKS = {
@@ -281,18 +228,16 @@ class TestMask:
         expected = torch.sigmoid(q @ k.mT - math.log(5)) @ v
         torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
-    def test_causal_without_a_mask(self):
-        q = torch.randn(1, 4, 5, 8)
-        with pytest.raises(ValueError, match="is_causal=True without a mask"):
-            sigmoid.attention(torch.nn.Identity(), q, q, q, None, is_causal=True)
-        causal = sigmoid_mask(1, 5, 5, allow_is_causal_skip=True)
-        found, _ = sigmoid.attention(torch.nn.Identity(), q, q, q, causal, is_causal=False)  # as Moonshine passes it
+    def test_a_causal_mask_with_is_causal_false(self):
+        """As Moonshine passes it."""
+        q, causal = torch.randn(1, 4, 5, 8), sigmoid_mask(1, 5, 5, allow_is_causal_skip=True)
+        found, _ = sigmoid.attention(torch.nn.Identity(), q, q, q, causal, is_causal=False)
         expected, _ = sigmoid.attention(torch.nn.Identity(), q, q, q, causal.clone())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     def test_a_decoder_as_encoder(self):
         """transformers' is_causal=False of a call, without and with padding."""
-        ours, _ = pair("llama")
+        ours = sigmoid_model("llama")
         ids, mask = inputs_of("llama").values()
         changed = ids.clone()
         changed[:, -1] = 3 + (ids[:, -1] - 2) % 40
@@ -303,46 +248,30 @@ class TestMask:
             assert torch.equal(a[:, :8], b[:, :8])
 
 
-class TestRefused:
-    def test_parts_chosen_one_by_one(self):
-        size = {**SMALL, "num_hidden_layers": 1}
-        vision = {**size, "image_size": 16, "patch_size": 4}
-        config = AutoConfig.for_model("siglip", text_config={**size, "vocab_size": 50}, vision_config=vision)
-        choice = {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"}
-        model = AutoModel.from_config(config, attn_implementation=choice)
-        assert model.vision_model.config._attn_implementation == "eager"
-        assert model.text_model.config._attn_implementation == "sigmoid"
+@pytest.mark.parametrize("bias", ["-log n", True, [1.0]], ids=str)
+def test_wrong_biases_are_refused(bias):
+    ours = sigmoid_model("llama", bias)
+    with pytest.raises(ValueError, match='sigmoid_bias must be a number or "log_visible"'):
+        ours(inputs_of("llama")["input_ids"])
 
-    def test_masks_of_integers(self):
-        q = torch.randn(1, 4, 5, 8)
-        with pytest.raises(ValueError, match=r"Identity.*boolean or floating point, got torch\.int64"):
-            sigmoid.attention(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 5, 5, dtype=torch.long))
 
-    @pytest.mark.parametrize("name", ["block_indices", "cache", "never_heard_of"])
-    def test_keywords_that_may_change_results(self, name):
-        q = torch.randn(1, 4, 5, 8)
-        with pytest.raises(ValueError, match=f"Identity.*{name}: "):
-            sigmoid.attention(torch.nn.Identity(), q, q, q, None, **{name: torch.ones(1)})
-        assert sigmoid.attention(torch.nn.Identity(), q, q, q, None, **{name: None})[0].shape == (1, 5, 4, 8)
-
-    @pytest.mark.parametrize("bias", ["-log n", True, [1.0]], ids=str)
-    def test_biases(self, bias):
-        ours, _ = pair("llama", sigmoid_bias=bias)
-        with pytest.raises(ValueError, match='sigmoid_bias must be a number or "log_visible"'):
-            ours(inputs_of("llama")["input_ids"])
-
-    @pytest.mark.parametrize(
-        ("kwargs", "message"),
-        [
-            ({"s_aux": torch.ones(4)}, r"s_aux: .* set config\.sigmoid_normalize = True"),
-            ({"output_attentions": True}, "weights are never formed"),
-            ({"sliding_window": 3}, "sliding_window=3 needs a mask"),
-        ],
-    )
-    def test_what_has_no_meaning(self, kwargs, message):
-        q = torch.randn(1, 4, 5, 8)
-        with pytest.raises(ValueError, match=message):
-            sigmoid.attention(torch.nn.Identity(), q, q, q, None, **kwargs)
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (torch.ones(1, 1, 5, 5, dtype=torch.long), {}, r"Identity.*boolean or floating point, got torch\.int64"),
+        *((None, {name: torch.ones(1)}, f"Identity.*{name}: ") for name in ("block_indices", "cache", "unheard_of")),
+        (None, {"s_aux": torch.ones(4)}, r"s_aux: .* set config\.sigmoid_normalize = True"),
+        (None, {"output_attentions": True}, "weights are never formed"),
+        (None, {"sliding_window": 3}, "sliding_window=3 needs a mask"),
+        (None, {"is_causal": True}, "is_causal=True without a mask"),
+    ],
+)
+def test_what_may_change_results_is_refused(mask, options, message):
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match=message):
+        sigmoid.attention(torch.nn.Identity(), q, q, q, mask, **options)
+    nothing = dict.fromkeys(options)
+    assert sigmoid.attention(torch.nn.Identity(), q, q, q, None, **nothing)[0].shape == (1, 5, 4, 8)
 
 
 @pytest.mark.parametrize("numbers", [False, True])

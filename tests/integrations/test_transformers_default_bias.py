@@ -12,15 +12,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from tests.integrations.small_models import CLIP, CLIP_TEXT, inputs_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
-IMAGE = {**SMALL, "image_size": 16, "patch_size": 4}
+TEXT = {**CLIP_TEXT, "bos_token_id": 1}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
 CONFIGS = {
     "llama": (AutoModelForCausalLM, TEXT),
-    "clip": (AutoModel, {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 16}),
+    "clip": (AutoModel, CLIP),
     "t5": (AutoModel, T5),  # copies its configuration for encoder and decoder
 }
 
@@ -39,10 +38,7 @@ def built(kind, bias, seed=0):
 
 
 def outputs(model):
-    torch.manual_seed(1)
-    inputs = {"input_ids": torch.randint(3, 50, (2, 9))}
-    if model.config.model_type == "clip":
-        inputs["pixel_values"] = torch.randn(2, 3, 16, 16)
+    inputs = inputs_of(model.config.model_type)
     if model.config.model_type == "t5":
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():
@@ -135,28 +131,21 @@ def test_a_field_called_attn_implementation_is_saved(tmp_path):
     assert again.sigmoid_bias == "log_visible"
 
 
-class TestAttentionWeights:
-    """A model that is asked for them raises, also where its layers do not see the argument."""
-
-    def model(self, kind="llama", **more):
-        settings = {"gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}, "llama": TEXT}[kind]
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), **more).eval()
-
-    @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-    def test_argument(self, kind):
-        model, ids = self.model(kind, attn_implementation="sigmoid"), torch.randint(3, 50, (2, 5))
-        with pytest.raises(ValueError, match=r"LMHeadModel|LlamaForCausalLM.*output_attentions: attention weights are"):
-            model(ids, output_attentions=True)
-        with pytest.raises(ValueError, match="pass output_attentions=False"):
-            model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
-        model(ids, output_attentions=False)
-
-    def test_configuration(self):
-        config, ids = AutoConfig.for_model("llama", **TEXT), torch.randint(3, 50, (2, 5))
-        config.output_attentions = True
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
-        with pytest.raises(ValueError, match="output_attentions: attention weights are never formed"):
-            model(ids)
-        model(ids, output_attentions=False)
-        model.set_attn_implementation("eager")
-        assert len(model(ids).attentions) == 1
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_that_is_asked_for_weights_raises(kind):
+    """Also where its layers do not see the argument, and where the configuration asks for them."""
+    settings = {"gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}, "llama": TEXT}[kind]
+    config, ids = AutoConfig.for_model(kind, **settings), torch.randint(3, 50, (2, 5))
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sigmoid").eval()
+    with pytest.raises(ValueError, match=r"LMHeadModel|LlamaForCausalLM.*output_attentions: attention weights are"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="pass output_attentions=False"):
+        model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+    model(ids, output_attentions=False)
+    config.output_attentions = True
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
+    with pytest.raises(ValueError, match="output_attentions: attention weights are never formed"):
+        model(ids)
+    model(ids, output_attentions=False)
+    model.set_attn_implementation("eager")
+    assert len(model(ids).attentions) == 1

@@ -148,41 +148,47 @@ def test_spread_over_devices(tmp_path):
                 offloaded(ids)
 
 
-def test_refused():
+IDS = torch.tensor([[3, 14, 15, 9, 26]])
+ONES, PADDED = torch.ones_like(IDS), torch.tensor([[0, 0, 1, 1, 1]])
+SHIFTED, RESTARTED = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 0, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "not tokens between others"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, r"attention_mask must be \(B, N\)"),
+        *(({"attention_mask": m, "position_ids": SHIFTED}, "must count from 0") for m in (None, ONES, PADDED)),
+        ({"attention_mask": ONES, "position_ids": RESTARTED}, "position_ids must count from 0"),
+        ({"output_hidden_states": True}, "does not support output_hidden_states"),
+        ({"inputs_embeds": torch.zeros(1, 5, 32)}, "does not support inputs_embeds"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 5, 32)}, "does not support inputs_embeds"),
+        ({"unknown": 1}, "does not support unknown"),
+        ({"input_ids": None, "attention_mask": PADDED}, "needs input_ids"),
+    ],
+)
+def test_calls_that_it_does_not_support_are_refused(arguments, message):
+    wrapped = model_integration.wrap(model_of({})).eval()
+    with pytest.raises(ValueError, match=message):
+        wrapped(**{"input_ids": IDS, **arguments})
+
+
+def test_options_of_calls_and_of_the_configuration():
     wrapped = model_integration.wrap(model_of({})).train()
-    ids = torch.randint(1, 30, (1, 5))
     with pytest.raises(ValueError, match="training does not support padding on the left"):
-        wrapped(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
-    with pytest.raises(ValueError, match="not tokens between others"):
-        wrapped.eval()(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
-    with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
-        wrapped(ids, attention_mask=torch.ones(1, 1, 5, 5))
-    padded, shifted = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[1, 2, 3, 4, 5]])
-    for mask in (None, torch.ones_like(ids), padded):
-        with pytest.raises(ValueError, match="position_ids must count from 0"):
-            wrapped(ids, attention_mask=mask, position_ids=shifted)
-    with torch.no_grad():
-        wrapped(ids, attention_mask=padded, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
-    restarted = torch.tensor([[0, 1, 0, 1, 2]])
-    with pytest.raises(ValueError, match="position_ids must count from 0"):
-        wrapped(ids, attention_mask=torch.ones_like(ids), position_ids=restarted)
-    for options in ({"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 5, 32)}, {"unknown": 1}):
-        with pytest.raises(ValueError, match=f"does not support {next(iter(options))}"):
-            wrapped(ids, **options)
-    with pytest.raises(ValueError, match="does not support inputs_embeds"):
-        wrapped(inputs_embeds=torch.zeros(1, 5, 32))
-    with pytest.raises(ValueError, match="needs input_ids"):
-        wrapped(attention_mask=padded)
-    wrapped.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="does not support output_hidden_states"):
-        wrapped(ids)
-    wrapped(ids, output_hidden_states=False)
-    wrapped.config.output_hidden_states = False
-    loss, logits = wrapped(ids, labels=ids, return_dict=False, output_attentions=False, inputs_embeds=None)
-    assert torch.equal(logits, wrapped(ids).logits)
-    assert torch.equal(loss, wrapped(ids, labels=ids).loss)
+        wrapped(IDS, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
     with pytest.raises(ValueError, match="use_reentrant=False"):
         wrapped.gradient_checkpointing_enable({"use_reentrant": True})
+    with torch.no_grad():
+        wrapped.eval()(IDS, attention_mask=PADDED, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
+    wrapped.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="does not support output_hidden_states"):
+        wrapped(IDS)
+    wrapped(IDS, output_hidden_states=False)
+    wrapped.config.output_hidden_states = False
+    loss, logits = wrapped(IDS, labels=IDS, return_dict=False, output_attentions=False, inputs_embeds=None)
+    assert torch.equal(logits, wrapped(IDS).logits)
+    assert torch.equal(loss, wrapped(IDS, labels=IDS).loss)
 
 
 def test_a_file_in_the_way(tmp_path):

@@ -14,20 +14,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
-from tests.integrations.sizes import TEXT, WHISPER  # noqa: E402
+from tests.integrations.small_models import IMAGE, TEXT, WHISPER, with_random_biases  # noqa: E402
 
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
-VISION = {
-    "vision_use_head": False,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
-VISION |= {"image_size": 16, "patch_size": 4}
+VISION = {**IMAGE, "vision_use_head": False}
 GEMMA3 = {"text_config": {**TEXT, "sliding_window": 4}, "vision_config": VISION, "mm_tokens_per_image": 4}
 GEMMA3 |= {"image_token_index": 49, "boi_token_index": 47, "eoi_token_index": 48}
 MODULE = {**TEXT, "attn_logit_softcapping": None}
@@ -42,7 +33,8 @@ MODELS = {
     "t5gemma": ("AutoModelForSeq2SeqLM", "t5gemma", {"encoder": MODULE, "decoder": MODULE, "vocab_size": 50}),
 }
 CONVERTED = ("llama_classifier_converted", "gemma3_converted", "t5gemma_converted")
-MODELS |= {kind: MODELS[kind.removesuffix("_converted")] for kind in CONVERTED}
+MODELS |= {kind: MODELS.pop(kind.removesuffix("_converted")) for kind in CONVERTED if not kind.startswith("gemma3")}
+MODELS["gemma3_converted"] = MODELS["gemma3"]
 NEW_PROCESS = """
 import sys, torch, transformers
 saved = list(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -88,17 +80,7 @@ def model_of(kind, **options):
         return auto.from_config(config_of(kind), **{"attn_implementation": "sigmoid", **options}).eval()
     config = config_of(kind)
     vars(config).pop("sigmoid_bias", None)
-    return with_learned_biases(auto.from_config(config).eval())
-
-
-def with_learned_biases(model):
-    adapter = TransformersAdapter(model, None)
-    biases = {name: VisibleKeysLinearBias(4) for name in adapter.layers()}
-    for bias in biases.values():
-        for parameter in bias.parameters():
-            torch.nn.init.normal_(parameter, -0.2, 0.3)
-    adapter.swap(biases, normalize=True)
-    return model
+    return with_random_biases(auto.from_config(config).eval())
 
 
 def inputs_of(kind):
@@ -149,12 +131,11 @@ def test_new_process(folders, tmp_path):
         assert torch.equal(before, again), kind
 
 
-def test_model_type_is_unchanged(folders):
-    saved = json.loads((folders / "llama" / "config.json").read_text())
-    assert saved["model_type"] == "llama"
-    assert saved["attn_implementation"] == "sigmoid (import sigattn.integrations.transformers)"
-    assert saved["sigmoid_bias"] == -math.log(64)
-    assert json.loads((folders / "qwen2" / "config.json").read_text())["sigmoid_bias"] == "log_visible"
+@pytest.mark.parametrize(("kind", "bias"), [("llama", -math.log(64)), ("qwen2", "log_visible")])
+def test_the_configuration_names_the_model_and_its_bias(kind, bias, folders):
+    saved = json.loads((folders / kind / "config.json").read_text())
+    names = [saved[name] for name in ("model_type", "attn_implementation", "sigmoid_bias")]
+    assert names == [kind, "sigmoid (import sigattn.integrations.transformers)", bias]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3"])

@@ -81,19 +81,6 @@ def test_converted_with_a_kept_layer(tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_a_pool_of_pytorch_s_layer_has_the_configured_bias():
-    model = tiny.build(tiny.tiny_config(CONFIG_MAPPING["siglip_vision_model"], sigmoid_bias=-2.0), "sigmoid")
-    pool = model.head.attention
-    x, probe = torch.randn(2, 7, 32), torch.randn(2, 1, 32)
-    query, key, value = (
-        (t @ w.T + b).unflatten(-1, (pool.num_heads, -1)).transpose(1, 2)
-        for t, w, b in zip((probe, x, x), pool.in_proj_weight.chunk(3), pool.in_proj_bias.chunk(3), strict=True)
-    )
-    weights = (query @ key.mT / query.shape[-1] ** 0.5 - 2).sigmoid()
-    expected = pool.out_proj((weights @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(pool(probe, x, x)[0], expected, rtol=1e-4, atol=1e-5)
-
-
 class TestRefused:
     def test_what_the_message_says_to_call_works(self, tmp_path):
         """Deformable attention keeps its softmax, also in a saved model."""

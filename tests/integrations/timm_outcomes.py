@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ class SoftmaxOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-    """σ(scale · Q Kᵀ - log M) V, or with the keys that a mask shows instead of M."""
+def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, bias=None):
+    """σ(scale · Q Kᵀ + b) V; without a bias, b = -log of the keys, or of those that a mask shows."""
     assert not is_causal
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
@@ -46,7 +47,8 @@ def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     if attn_mask is not None:
         n = (attn_mask.expand(*attn_mask.shape[:-1], k.shape[-2]) > -1000).any(-2, keepdim=True)
         n = n.any(-3, keepdim=True).sum(-1, keepdim=True).to(q.dtype)
-    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) - n.log()
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits + (-n.log() if bias is None else bias)
     return torch.sigmoid(logits if attn_mask is None else logits + attn_mask) @ v
 
 
@@ -70,8 +72,9 @@ class WrittenFormula(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def formula_instead_of_softmax():
-    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, formula
+def formula_instead_of_softmax(bias=None):
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = functools.partial(formula, bias=bias)
     try:
         yield
     finally:

@@ -59,21 +59,17 @@ def test_a_cache_changes_nothing(settings):
                 torch.testing.assert_close(late[b, n:], alone[b], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("settings", MODELS, ids=str)
-def test_prompts_of_any_lengths(settings):
+@pytest.mark.parametrize(
+    ("settings", "lengths", "new_tokens"),
+    [*((settings, (3, 1, 9), 12) for settings in MODELS), ({}, (5, 20, 40), 22)],
+    ids=str,
+)
+def test_prompts_of_any_lengths(settings, lengths, new_tokens):
+    """Past the context of 24 tokens, each begins again."""
     model = model_of(settings)
-    prompts = [torch.randint(11, (n,)) for n in (3, 1, 9)]
-    found = model.generate(prompts, 12, temperature=0.0)
-    for prompt, row in zip(prompts, found, strict=True):
-        assert torch.equal(row, greedy(model, prompt, 12))
-
-
-def test_past_the_context_each_begins_again():
-    model = model_of({})
-    prompts = [torch.randint(11, (n,)) for n in (5, 20, 40)]
-    found = model.generate(prompts, 22, temperature=0.0)
-    for prompt, row in zip(prompts, found, strict=True):
-        assert torch.equal(row, greedy(model, prompt, 22))
+    prompts = [torch.randint(11, (n,)) for n in lengths]
+    for prompt, row in zip(prompts, model.generate(prompts, new_tokens, temperature=0.0), strict=True):
+        assert torch.equal(row, greedy(model, prompt, new_tokens))
 
 
 def test_stopping():

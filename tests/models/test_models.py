@@ -30,38 +30,29 @@ LANGUAGE = LanguageModelConfig(vocab_size=11, max_seq_len=16, num_layers=2, embe
 TINY = {name: kind().tiny() for name, kind in MODELS.items()}
 
 
-def millions(config):
-    return sum(p.numel() for p in build(config, "meta").parameters()) / 1e6
+def kappa(k):
+    sizes = {"num_layers": 2 * k, "num_heads": k, "embed_dim": 64 * k, "mlp_dim": 256 * k}
+    return LanguageModelConfig(vocab_size=32_100, max_seq_len=512, feed_forward="gelu", **sizes)
 
 
-class TestParameterCounts:
-    """Those the paper states."""
-
-    def test_vision(self):
-        assert millions(ViTConfig()) == pytest.approx(87, abs=0.5)
-        assert millions(ViTConfig(**SIZES["L"])) == pytest.approx(304, abs=0.5)
-
-    @pytest.mark.parametrize(("layers", "stated"), [(36, 255), (24, 170), (12, 85)])
-    def test_speech(self, layers, stated):
-        assert millions(SpeechModelConfig(num_layers=layers)) == pytest.approx(stated, abs=1)
-
-    def test_conformer(self):
-        """With the front end of the paper's text; its table has 104M."""
-        config = SpeechModelConfig(num_layers=16, embed_dim=512, mlp_dim=2048, block_kind="conformer", position="rope")
-        assert millions(config) == pytest.approx(97.3, abs=0.1)
-
-    @pytest.mark.parametrize(("k", "stated"), [(1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0)])
-    def test_kappa_models(self, k, stated):
-        config = LanguageModelConfig(
-            vocab_size=32_100,
-            max_seq_len=512,
-            num_layers=2 * k,
-            num_heads=k,
-            embed_dim=64 * k,
-            mlp_dim=256 * k,
-            feed_forward="gelu",
-        )
-        assert millions(config) == pytest.approx(stated, rel=0.035)
+@pytest.mark.parametrize(
+    ("config", "stated", "tolerance"),
+    [
+        (ViTConfig(), 87, 0.5),
+        (ViTConfig(**SIZES["L"]), 304, 0.5),
+        *((SpeechModelConfig(num_layers=layers), stated, 1) for layers, stated in ((36, 255), (24, 170), (12, 85))),
+        # with the front end of the paper's text; its table has 104M
+        (
+            SpeechModelConfig(num_layers=16, embed_dim=512, mlp_dim=2048, block_kind="conformer", position="rope"),
+            97.3,
+            0.1,
+        ),
+        *((kappa(k), stated, 0.035 * stated) for k, stated in ((1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0))),
+    ],
+)
+def test_parameter_counts_are_those_that_the_paper_states(config, stated, tolerance):
+    millions = sum(p.numel() for p in build(config, "meta").parameters()) / 1e6
+    assert millions == pytest.approx(stated, abs=tolerance)
 
 
 class TestVision:
@@ -87,13 +78,10 @@ class TestVision:
         assert same == (position == "none")
         assert model.config.num_tokens == 4 + (pool == "cls")
 
-    def test_frozen_patches_do_not_learn(self):
-        model = ViT(replace(VISION, freeze_patch_embed=True, initialization="moco_v3"))
+    def test_frozen_patches_do_not_learn_and_stochastic_depth_grows(self):
+        model = ViT(replace(VISION, freeze_patch_embed=True, initialization="moco_v3", num_layers=3, drop_path=0.2))
         assert not model.patch_embed.weight.requires_grad
         assert model.patch_embed.weight.abs().max() == pytest.approx((6 / (3 * 16 + 16)) ** 0.5, rel=0.05)
-
-    def test_stochastic_depth_grows(self):
-        model = ViT(replace(VISION, num_layers=3, drop_path=0.2))
         dropped = [[m.drop_prob for m in b.attention_branch if hasattr(m, "drop_prob")] for b in model.blocks]
         assert dropped == [[], [0.1], [0.2]]
 
@@ -116,6 +104,12 @@ class TestVision:
             ViT(VISION)(torch.zeros(2, 1, 12, 8))
         with pytest.raises(ValueError, match="multiple of patch_size, got 9 and 4"):
             ViT(replace(VISION, image_size=9))
+        with pytest.raises(ValueError, match=r"does not support \['norm_placement'\]"):
+            SpeechModel(replace(CONFORMER, norm_placement="hybrid"))
+
+    def test_context_bias(self):
+        model = build(ViTConfig(**{**SIZES["Ti"], "num_layers": 1}, attention_bias="log_context"), "meta")
+        assert model.blocks[0].attention.attention_bias.value == -math.log(197)
 
 
 class TestMaskedAutoencoder:
@@ -224,10 +218,6 @@ class TestSpeech:
         for a, b in zip(plain.blocks[0].parameters(), recomputed.blocks[0].parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
 
-    def test_bad_calls(self):
-        with pytest.raises(ValueError, match=r"does not support \['norm_placement'\]"):
-            SpeechModel(replace(CONFORMER, norm_placement="hybrid"))
-
 
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -319,15 +309,8 @@ def test_reports_and_recording(name):
         assert all(layer.statistics is None for layer in recorded)
 
 
-def test_context_bias():
-    model = build(ViTConfig(**{**SIZES["Ti"], "num_layers": 1}, attention_bias="log_context"), "meta")
-    assert model.blocks[0].attention.attention_bias.value == -math.log(197)
-
-
 @pytest.mark.parametrize(
-    "config",
-    [*TINY.values(), CONFORMER, replace(VISION, position="sincos")],
-    ids=[*TINY, "conformer", "sincos"],
+    "config", [*TINY.values(), CONFORMER, replace(VISION, position="sincos")], ids=[*TINY, "conformer", "sincos"]
 )
 def test_under_autocast_the_residual_stream_keeps_float32(config):
     """bfloat16 has 8 bits: what a LayerScale of 1e-4 adds would be lost."""

@@ -17,17 +17,8 @@ from sigattn.validation import SettingsError
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")
 
 # rows of the practitioner's table (App. "Practitioner's Guide")
-GUIDE = (
-    "vit-supervised",
-    "vit-byol",
-    "vit-simclr",
-    "vit-mae",
-    "asr-ls960",
-    "asr-ls960-hybrid",
-    "lm-1b-2k",
-    "lm-1b-2k-hybrid",
-    "lm-1b-4k",
-)
+GUIDE = ("vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960", "asr-ls960-hybrid", "lm-1b-2k")
+GUIDE += ("lm-1b-2k-hybrid", "lm-1b-4k")
 
 # Table "practioners" of the paper, row by row: position, QK norm, LayerScale, bias, norm strategy
 PAPER = [
@@ -105,13 +96,8 @@ def distinct_graphs(names):
     known = {}
     for name in names:
         tiny = find_recipe(f"{name}-tiny")
-        transformer = tiny.transformer
-        parts = (
-            type(tiny.model),
-            type(tiny.task),
-            *(getattr(transformer, p, None) for p in ("norm_placement", "position")),
-        )
-        known.setdefault(parts, name)
+        layers = (getattr(tiny.transformer, part, None) for part in ("norm_placement", "position"))
+        known.setdefault((type(tiny.model), type(tiny.task), *layers), name)
     return list(known.values())
 
 
@@ -129,11 +115,8 @@ def test_softmax_twin_differs_in_attention_only(recipe):
     recipe = recipe.tiny()
     twin = recipe.softmax()
     assert twin.transformer.activation == "softmax"
-    changed = {
-        f.name
-        for f in fields(recipe.transformer)
-        if getattr(recipe.transformer, f.name) != getattr(twin.transformer, f.name)
-    }
+    before, after = vars(recipe.transformer), vars(twin.transformer)
+    changed = {name for name in before if before[name] != after[name]}
     assert changed <= {"activation", "attention_bias", "learn_bias", "qk_norm"}
     assert (twin.training, twin.task, twin.data) == (recipe.training, recipe.task, recipe.data)
     ours, theirs = ({n: p.shape for n, p in build(r.model, "meta").named_parameters()} for r in (recipe, twin))
@@ -218,10 +201,7 @@ def test_guide_equals_the_papers_table():
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("vit-supervised", ("vision", "supervised")),
-        ("vit-byol", ("vision", "byol")),
-        ("vit-simclr", ("vision", "simclr")),
-        ("vit-mae", ("vision", "mae")),
+        *((f"vit-{objective}", ("vision", objective)) for objective in ("supervised", "byol", "simclr", "mae")),
         ("asr-ls960", ("speech",)),
         ("lm-1b-2k", ("language", None, 2048)),
         ("lm-1b-4k", ("language", None, 4096)),
@@ -238,36 +218,28 @@ def test_recipes_follow_recommend(name, arguments):
 
 
 def test_find_recipe():
+    """A tiny form keeps shared key heads; an unknown name is an error that lists the others."""
+    assert find_recipe("lm-1b-2k").with_transformer(num_kv_heads=8).tiny().transformer.num_kv_heads == 1
     assert find_recipe("vit-mae-tiny").model.encoder.embed_dim == 64
     assert find_recipe("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
     with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
         find_recipe("lm-2b")
 
 
-def test_weight_decay_of_language_recipes_is_independent_of_the_learning_rate():
-    """App. G.3: 1e-4, decoupled following Loshchilov & Hutter; the tiny forms and the other domains use PyTorch's."""
+def test_training_is_the_papers():
+    """App. G.3: decay of 1e-4, decoupled following Loshchilov & Hutter; the tiny forms and other domains use PyTorch's.
+
+    Vision has the paper's epochs and linearly scaled rate. The conformer starts SpecAugment late.
+    """
     independent = {name for name in RECIPES if find_recipe(name).training.independent_decay}
     assert independent == {"lm-85m-2k", "lm-1b-2k", "lm-1b-2k-hybrid", "lm-1b-4k", "lm-7b-4k"}
     assert {find_recipe(name).training.weight_decay for name in independent} == {1e-4}
     assert not any(find_recipe(f"{name}-tiny").training.independent_decay for name in RECIPES)
-
-
-def test_vision_has_the_papers_epochs_and_linearly_scaled_rate():
     training = find_recipe("vit-supervised").training
     assert training.max_steps == 300 * 312  # whole batches of 4096 in 1,281,167 images
     assert training.learning_rate == pytest.approx(1.6e-3)  # 1e-4 for 256
-
-
-def test_spec_augment_start():
-    """The conformer starts it late; the tiny forms, whose recordings are short, leave it out."""
-    starts = {name: find_recipe(name).data.spec_augment_from for name in ("asr-ls960", "asr-conformer-ls960")}
-    assert starts == {"asr-ls960": 0, "asr-conformer-ls960": 10_000}
-    assert find_recipe("asr-conformer-ls960-tiny").data.spec_augment_from is None
-
-
-def test_tiny_form_keeps_shared_key_heads():
-    small = find_recipe("lm-1b-2k").with_transformer(num_kv_heads=8).tiny()
-    assert small.transformer.num_kv_heads == 1
+    speech = ("asr-ls960", "asr-conformer-ls960", "asr-conformer-ls960-tiny")
+    assert [find_recipe(name).data.spec_augment_from for name in speech] == [0, 10_000, None]
 
 
 FAMILIES = ["lm-1b-2k", "vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960"]

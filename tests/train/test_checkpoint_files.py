@@ -85,6 +85,10 @@ def test_every_flipped_bit_is_reported_or_harmless(tmp_path):
     assert all(map(torch.equal, state(module, optimizer), saved))
 
 
+def command_on(run, command):
+    return ["evaluate", str(run)] if command == "evaluate" else [*TRAIN, "--folder", str(run), "--resume"]
+
+
 @pytest.mark.parametrize("command", ["evaluate", "resume"])
 def test_a_flipped_bit_stops_the_command(run, capsys, command):
     (file,) = newest(run).glob("*.safetensors")
@@ -92,8 +96,7 @@ def test_a_flipped_bit_stops_the_command(run, capsys, command):
     content[-3] ^= 16  # in a weight
     file.write_bytes(content)
     before = contents(run)
-    code, message = failure(["evaluate", str(run)] if command == "evaluate" else [*TRAIN, "--folder", str(run),
-                                                                                  "--resume"], capsys)  # fmt: skip
+    code, message = failure(command_on(run, command), capsys)
     assert code == 1
     assert contents(run) == before
     assert f"cannot read the checkpoint {newest(run)} (delete it to continue from step-00000001)" in message
@@ -102,31 +105,26 @@ def test_a_flipped_bit_stops_the_command(run, capsys, command):
     cli.main(["evaluate", str(run)])
 
 
-@pytest.mark.parametrize("change", ["deleted", "added", "renamed"])
+@pytest.mark.parametrize("change", ["deleted", "added", "renamed", "outside", "older"])
 def test_other_files_than_were_saved_are_reported(tmp_path, change):
-    path = checkpoint.save(tmp_path, *trained(), 1, SETTINGS, ProcessMesh())
-    (file,) = path.glob("*.safetensors")
-    other = file.with_name("shard-00002.safetensors")
-    {"deleted": file.unlink, "added": lambda: shutil.copy(file, other), "renamed": lambda: file.rename(other)}[change]()
-    with pytest.raises(CheckpointError, match=r"\.safetensors is missing, or not in SHA256SUMS"):
-        checkpoint.load_weights(path, nn.Linear(3, 2))
-
-
-def test_checkpoint_of_the_version_before_is_refused_by_name(tmp_path):
-    path = checkpoint.save(tmp_path, *trained(), 1, SETTINGS, ProcessMesh())
-    (path / "about.json").write_text('{"format": 1, "settings": {"learning_rate": 0.1}, "step": 1}\n')
-    with pytest.raises(CheckpointError, match="another version of sigattn: it has format 1, and this version reads 2"):
-        checkpoint.load(path, *trained(), SETTINGS, ProcessMesh())
-
-
-def test_files_outside_the_checkpoint_are_not_read(tmp_path):
     path = checkpoint.save(tmp_path / "run", *trained(), 1, SETTINGS, ProcessMesh())
-    (file,) = path.glob("*.safetensors")
-    file.rename(tmp_path / "outside.safetensors")
-    sums = path / "SHA256SUMS"
-    sums.write_text(sums.read_text().replace(file.name, "../../outside.safetensors"))
-    with pytest.raises(CheckpointError, match="SHA256SUMS is damaged"):
-        checkpoint.load_weights(path, nn.Linear(3, 2))
+    (file,), sums = path.glob("*.safetensors"), path / "SHA256SUMS"
+    other, message = file.with_name("shard-00002.safetensors"), r"\.safetensors is missing, or not in SHA256SUMS"
+    if change == "deleted":
+        file.unlink()
+    elif change == "added":
+        shutil.copy(file, other)
+    elif change == "renamed":
+        file.rename(other)
+    elif change == "outside":
+        file.rename(tmp_path / "outside.safetensors")
+        sums.write_text(sums.read_text().replace(file.name, "../../outside.safetensors"))
+        message = "SHA256SUMS is damaged"
+    else:
+        (path / "about.json").write_text('{"format": 1, "settings": {"learning_rate": 0.1}, "step": 1}\n')
+        message = "another version of sigattn: it has format 1, and this version reads 2"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, *trained(), SETTINGS, ProcessMesh())
 
 
 @dataclass
@@ -139,20 +137,23 @@ class Exploit:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "about.json", "SHA256SUMS", "safetensors"])
-@pytest.mark.parametrize("command", ["evaluate", "resume"])
+PICKLED = [".metadata", "__0_0.distcp", "about.json", "SHA256SUMS", "safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [*((name, "evaluate") for name in PICKLED), (".metadata", "resume"), ("safetensors", "resume")]
+)
 def test_pickles_are_not_executed(run, tmp_path, capsys, name, command):
     """The first two are the files of torch.distributed.checkpoint's own format."""
     (file,) = newest(run).glob("*.safetensors")
     file = file if name == "safetensors" else newest(run) / name
     is_new = not file.exists()
     file.write_bytes(pickle.dumps(Exploit(f"touch {tmp_path / 'proof'}")))
-    arguments = ["evaluate", str(run)] if command == "evaluate" else [*TRAIN, "--folder", str(run), "--resume"]
+    arguments = command_on(run, command)
     if is_new:
         cli.main(arguments)
     else:
-        _, message = failure(arguments, capsys)
-        assert "cannot read the checkpoint" in message
+        assert "cannot read the checkpoint" in failure(arguments, capsys)[1]
     assert not (tmp_path / "proof").exists()
 
 

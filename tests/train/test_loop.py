@@ -181,41 +181,26 @@ def test_schedules():
     assert abs(learning_rate_factor(cosine, 99) - 0.1) < 1e-12
     assert all(learning_rate_factor(cosine, s) > learning_rate_factor(cosine, s + 1) for s in range(10, 99))
     steps = replace(cosine, schedule="steps", decay_start=50, decay_every=20)
-    assert [learning_rate_factor(steps, s) for s in (4, 10, 49, 50, 69, 70, 90)] == [
-        0.5,
-        1.0,
-        1.0,
-        0.5,
-        0.5,
-        0.25,
-        0.125,
-    ]
+    factors = [learning_rate_factor(steps, s) for s in (4, 10, 49, 50, 69, 70, 90)]
+    assert factors == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
     constant = replace(cosine, schedule="constant", warmup_steps=0)
     assert {learning_rate_factor(constant, s) for s in range(100)} == {1.0}
 
 
 def test_weight_decay_and_mup_simple_apply_to_matrices_only():
-    model = LanguageModel(replace(MODEL, embed_dim=32))
+    """The class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors; weights (1, D) are a matrix."""
+    model = LanguageModel(replace(MODEL, learn_bias="head"))
     groups = make_optimizer(model, TRAIN, 32).param_groups
-    assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
+    assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1, 3})]
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups
     assert {(g["weight_decay"], g["factor"]) for g in groups} == {(0.1, 1.0), (0.0, 1.0), (0.1, 0.5)}
-
-
-def test_tokens_and_head_biases_are_no_matrices():
-    """The class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors; weights (1, D) are a matrix."""
     settings = {"image_size": 8, "patch_size": 4, "num_layers": 1, "embed_dim": 16, "num_heads": 2}
     vision = ViT(ViTConfig(**settings, num_classes=1, pool="cls"))
-    heads = LanguageModel(replace(MODEL, learn_bias="head"))
-    for model, name, decay in (
-        (vision, "cls", 0.0),
-        (heads, "blocks.0.attention.attention_bias.value", 0.0),
-        (vision, "output.weight", 0.1),
-    ):
-        parameter = model.get_parameter(name)
-        groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups
-        (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
+    bias = "blocks.0.attention.attention_bias.value"
+    for module, name, decay in ((vision, "cls", 0.0), (model, bias, 0.0), (vision, "output.weight", 0.1)):
+        groups = make_optimizer(module, replace(TRAIN, mup_simple=True), 1536).param_groups
+        (group,) = (g for g in groups if any(p is module.get_parameter(name) for p in g["params"]))
         assert (group["weight_decay"], group["factor"]) == (decay, 1.0), name
 
 
@@ -412,22 +397,19 @@ def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
 
-def test_second_ctrl_c_stops_at_once():
+def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_is_ignored():
+    """A scheduler and torchrun may send one SIGTERM each."""
     previous = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with StopRequest() as request:
         signal.raise_signal(signal.SIGINT)
         assert request.signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == previous
-
-
-def test_second_sigterm_is_ignored():
-    """A scheduler and torchrun may send one each."""
     with StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert request.signal == signal.SIGTERM
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == previous
 
 
 def test_statistics_every(whole, tmp_path, text):

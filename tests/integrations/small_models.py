@@ -1,0 +1,110 @@
+"""Small models of transformers, their inputs, and the same models with sigmoid attention as a formula in float64."""
+
+import copy
+
+import torch
+import transformers
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from sigattn.conversion.transformers import TransformersAdapter
+from sigattn.integrations import transformers as sigmoid
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 50}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0}
+BART |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
+PART = {**SMALL, "num_hidden_layers": 1}
+IMAGE = {**PART, "image_size": 16, "patch_size": 4}
+CLIP_TEXT = {**PART, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
+CLIP = {"text_config": CLIP_TEXT, "vision_config": IMAGE, "projection_dim": 16}
+SIZES = {
+    "llama": TEXT,
+    "gemma3_text": {**TEXT, "sliding_window": 6},  # grouped heads, windows
+    "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
+    "whisper": WHISPER,  # cross-attention
+    "bart": {**BART, "max_position_embeddings": 64, "forced_eos_token_id": None},
+    "clip": CLIP,
+}
+AUTO = dict.fromkeys(("llama", "gemma3_text"), AutoModelForCausalLM) | {"bart": transformers.AutoModelForSeq2SeqLM}
+
+
+def formula(module, query, key, value, attention_mask, scaling, **_):
+    """σ(scale · Q Kᵀ + b) V in float64; with learned biases, b = c + a · log visible and each row over its sum."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
+    log_visible = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    learned = getattr(module, "sigmoid_bias", None)
+    b = getattr(module.config, "sigmoid_bias", "log_visible")
+    if learned is not None:
+        constant, slope = (p.double().view(-1, 1, 1) for p in learned.parameters())
+        b = constant + slope * log_visible
+    elif b == "log_visible":
+        b = -log_visible
+    weights = torch.sigmoid(query.double() @ key.mT * scaling + b) * seen
+    if learned is not None:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def register():
+    """Register sigmoid attention, with the default bias, and the formula."""
+    sigmoid.register()
+    AttentionInterface.register("formula", formula)
+    AttentionMaskInterface.register("formula", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
+
+
+def config_of(kind, **more):
+    return AutoConfig.for_model(kind, **{**SIZES[kind], **more})
+
+
+def model_of(kind="llama", implementation=None, **more):
+    torch.manual_seed(0)
+    auto = AUTO.get(kind, AutoModel)
+    return auto.from_config(config_of(kind, **more), attn_implementation=implementation).eval()
+
+
+def with_biases(model, make):
+    """Give every attention layer of a softmax model a bias that ``make`` returns; return the biases by layer."""
+    adapter = TransformersAdapter(model, None)
+    biases = {name: make() for name in adapter.layers()}
+    adapter.swap(biases, normalize=True)
+    return biases
+
+
+def with_random_biases(model):
+    for bias in with_biases(model, lambda: VisibleKeysLinearBias(4)).values():
+        torch.nn.init.normal_(bias.constant, std=0.3)
+        torch.nn.init.normal_(bias.slope, -0.7, 0.2)
+    return model
+
+
+def sigmoid_model(kind, bias="log_visible", **more):
+    """Return a model with sigmoid attention and a bias: a number, "log_visible", or "learned"."""
+    if bias == "learned":
+        return with_random_biases(model_of(kind, **more))
+    return model_of(kind, "sigmoid", **({} if bias == "log_visible" else {"sigmoid_bias": bias}), **more)
+
+
+def with_formula(model):
+    """Return a copy of a model with sigmoid attention, which computes the formula instead."""
+    other = copy.deepcopy(model)
+    for config in (other.config, *(m.config for m in other.modules() if hasattr(m, "config"))):
+        config._attn_implementation_internal = "formula"
+    return other
+
+
+def inputs_of(kind="llama"):
+    """Return inputs whose second sample is padded, on the side that the model has."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    if kind == "whisper":
+        return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": ids}
+    if kind == "clip":
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
+    return {"input_ids": ids, "attention_mask": mask if kind in ("llama", "gemma3_text") else mask.flip(1)}
