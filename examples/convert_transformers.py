@@ -130,7 +130,7 @@ def main():
     results[f"softmax, {options.finetune_steps} steps later"] = bits_per_byte(softmax, held_out)
 
     model.save_pretrained(options.folder)
-    loaded = AutoModelForCausalLM.from_pretrained(options.folder)  # in a new process after sigmoid.register()
+    loaded = AutoModelForCausalLM.from_pretrained(options.folder)  # in a new process import the integration first
     prompt = torch.tensor([list(b"The for statement is used to ")])
     print(bytes(loaded.generate(prompt, max_new_tokens=120, do_sample=False)[0].tolist()).decode(errors="replace"))
     print("\nbits per byte of held-out text")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from sigattn.conversion import ConversionError
-from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, fit_biases
-from sigattn.conversion.row_statistics import RowStatistics, row_statistics
+from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, RowStatistics, fit_biases, row_statistics
 from sigattn.nn.observer import AttentionCall
 from sigattn.ops.problem import Problem, make_problem
 

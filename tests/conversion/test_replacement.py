@@ -383,16 +383,6 @@ class TestMultiheadAttention:
         y = first.norm2(y + first.linear2(F.relu(first.linear1(y))))
         torch.testing.assert_close(first(x, src_key_padding_mask=padding), y)
 
-    def test_its_own_lengths(self):
-        layer = nn.MultiheadAttention(8, 2, batch_first=True)
-        replace(layer, bias=SampleLengthBias())
-        plain = nn.MultiheadAttention(8, 2, batch_first=True)
-        plain.load_state_dict(layer.state_dict())
-        replace(plain)
-        x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, True, True, True]])
-        torch.testing.assert_close(layer(x, x, x, padding)[0], plain(x, x, x, padding)[0])
-        torch.testing.assert_close(layer(x, x, x)[0], plain(x, x, x)[0])
-
     @pytest.mark.parametrize("own_forward", [False, True])
     @pytest.mark.parametrize("by_example", [False, True])
     def test_subclasses(self, own_forward, by_example):

@@ -10,6 +10,7 @@ from sigattn.nn import (
     AlibiKeysBias,
     AlibiQuadraticBias,
     Attention,
+    MaskSpec,
     QuadraticBias,
     make_bias,
 )
@@ -66,7 +67,7 @@ def test_the_layer_is_the_formula(sides, causal, window, padded):
 def test_weights_of_each_head_sum_to_about_one():
     """A query and keys of 0 give weights that sum to 1, less the sigmoid's saturation, as with softmax."""
     layer = Attention(E, 8, activation="sigmoid", attention_bias=AlibiKeysBias(), position=Alibi(8))
-    spec = layer._mask_spec(None, None, None, 0)
+    spec = MaskSpec(True, None, None, alibi_slopes=layer.position(), bias=0.0, dropout=0.0)
     b = layer.evaluate_bias(layer.attention_bias, torch.zeros(1, 8, 2048, 2), 2048, spec)
     distance = torch.arange(2048).double()
     odds = torch.exp(b[0, :, -1].double() - layer.position().double()[:, None] * distance)
@@ -97,4 +98,4 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="got 'log_alibi' with learn='layer'"):
         make_bias("log_alibi", learn="layer", num_heads=H)
     with pytest.raises(TypeError, match=r"sigattn.nn.Attention with Alibi only"):
-        evaluate_bias(AlibiKeysBias(), torch.randn(B, H, N, 4), N, is_causal=True)
+        evaluate_bias(AlibiKeysBias(), torch.randn(B, H, N, 4), torch.randn(B, H, N, 4), is_causal=True)

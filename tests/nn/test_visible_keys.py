@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn import convert
-from sigattn.nn import SampleLengthBias
 from sigattn.nn.visible_keys import count_keys_per_query, count_visible_keys
 
 
@@ -68,11 +67,10 @@ def test_a_position_bias_hides_nothing(layer):
     torch.testing.assert_close(layer(x, attn_mask=added), expected.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("own_bias", [None, SampleLengthBias()])
 @pytest.mark.parametrize("form", ["key_padding_mask", "added", "attn_mask"])
-def test_multihead_attention(form, own_bias):
+def test_multihead_attention(form):
     layer = nn.MultiheadAttention(8, 2, batch_first=True)
-    convert(layer, bias=own_bias, normalize=False)
+    convert(layer, normalize=False)
     x, seen = torch.randn(2, 6, 8), padding(3, 5, size=6)
     options = {
         "key_padding_mask": {"key_padding_mask": ~seen},

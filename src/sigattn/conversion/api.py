@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sigattn.conversion.adapter import Adapter, refuse_distributed, refuse_offloaded
+from sigattn.conversion.adapter import Adapter, refuse_distributed, refuse_offloaded, refuse_peft
 from sigattn.conversion.fit import fit_biases
 from sigattn.conversion.measure import measure_layers, measure_model
 from sigattn.conversion.modules import ModuleAdapter
@@ -148,7 +148,7 @@ def _replace(
     adapter = adapter or ModuleAdapter(model, example, keep, fitted=False)
     names = adapter.layers()
     if is_learned:
-        refuse_offloaded({name: model.get_submodule(name) for name in names})
+        refuse_offloaded(model, names)
     adapter.swap({name: copy.deepcopy(rule) for name in names}, normalize)
     return ConversionReport(adapter.softmax, seconds=time.perf_counter() - start)
 
@@ -158,7 +158,7 @@ def _fit(
 ) -> ConversionReport:
     """Convert a model with biases that are fitted on batches."""
     start = time.perf_counter()
-    _refuse_adapters(model)
+    refuse_peft(model)
     refuse_distributed(model)
     every = range(len(batches))
     held_out = every[-max(1, len(batches) // 4) :]
@@ -167,7 +167,7 @@ def _fit(
         run_first = functools.partial(_run, model, batches, fitted_on[:1], loss)
         adapter = _transformers_adapter(model, run_first, keep) or ModuleAdapter(model, run_first, keep)
         names = adapter.layers()
-        refuse_offloaded({name: model.get_submodule(name) for name in names})
+        refuse_offloaded(model, names)
 
         def run(indices: Sequence[int], attend: Attend) -> float | None:
             with adapter.observe(torch.no_grad()(attend)):  # threads of the model have gradients enabled
@@ -193,8 +193,9 @@ def _fit(
         def attend(call: AttentionCall) -> Any:
             return call.normalized(biases[call.name]) if call.name in biases else call.softmax()
 
-        effect = measure_model(model, [functools.partial(run, [i]) for i in held_out], attend)
-    loss_softmax, loss_converted = effect.losses
+        change, loss_softmax, loss_converted = measure_model(
+            model, [functools.partial(run, [i]) for i in held_out], attend
+        )
     for state, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
         if value is not None and not math.isfinite(value):
             raise ConversionError(f"convert: the loss must be finite, got {value} {state}")
@@ -202,7 +203,7 @@ def _fit(
     return ConversionReport(
         adapter.softmax,
         tuple(layers),
-        effect.change,
+        change,
         loss_softmax,
         loss_converted,
         len(fitted_on),
@@ -236,18 +237,6 @@ def _checked_batches(batches: Any) -> list[Any]:
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
     return batches
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    """Raise for adapters of peft: they are saved without their model, and would be loaded on one with softmax."""
-    for name, module in model.named_modules():
-        if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
-            where = f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
-            raise ConversionError(
-                f"convert: {type(model).__name__} has an adapter of peft ({where}), which is saved without the "
-                "converted attention: convert the base model, save it, and add the adapter to it; or convert "
-                "model.merge_and_unload()"
-            )
 
 
 def _run(model: nn.Module, batches: Sequence[Any], indices: Sequence[int], loss: Loss | None) -> float | None:

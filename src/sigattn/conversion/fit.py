@@ -9,19 +9,75 @@ standard deviations of what the fit misses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigattn.conversion.report import ConversionError
-from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
+from sigattn.nn.written_softmax import WrittenSoftmax
 from sigattn.ops.autocast import without_autocast
+from sigattn.ops.problem import Problem
+from sigattn.ops.reference import masked_logits, row_blocks
 
 MARGIN = 6.0  # in nats; docs/log.md compares others
 SPREAD = 3.0
 _SLOPE_RIDGE = 0.01  # pulls a to -1 where calibration has rows of nearly one length: in (nats per log visible)²
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of the rows of one call, (B, Hq, N) each.
+
+    Attributes:
+        lse: log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without visible keys.
+        visible: number of visible keys, at least 1, float32.
+        counted: True for rows that count: with visible keys, and not of padding.
+    """
+
+    lse: Tensor
+    visible: Tensor
+    counted: Tensor
+
+
+def row_statistics(problem: Problem | WrittenSoftmax) -> RowStatistics:
+    """Return the statistics of a call's rows, in float32 or better; a written softmax has one sample and one head."""
+    if isinstance(problem, WrittenSoftmax):
+        logits = problem.logits.to(torch.promote_types(problem.logits.dtype, torch.float32))
+        lse = logits.masked_fill(~problem.visible, -torch.inf).logsumexp(-1)
+        return RowStatistics(*(t.view(1, 1, -1) for t in (lse, problem.num_visible, problem.visible.any(-1))))
+    blocks = []
+    for start, stop in row_blocks(problem):
+        logits, seen = masked_logits(problem, "softmax", (start, stop))  # (B, Hq, R, M)
+        blocks.append((logits.masked_fill(~seen, -torch.inf).logsumexp(-1), seen.sum(-1)))
+    lse, visible = (torch.cat(block, -1) for block in zip(*blocks, strict=True))
+    counted, padding = visible > 0, is_padding(problem)
+    if padding is not None:
+        counted = counted & ~padding
+    return RowStatistics(lse, visible.clamp(min=1).float(), counted)
+
+
+def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N), or logits' dimensions but the last
+    """Return True for rows of padding: in self-attention by key_lengths, of a written softmax those without keys."""
+    if isinstance(problem, WrittenSoftmax):
+        return ~problem.visible.any(-1)
+    n, lengths = problem.query.shape[2], problem.key_lengths
+    if lengths is None or n != problem.key.shape[2]:
+        return None
+    i = torch.arange(n, device=problem.query.device)
+    return (i >= lengths.to(i.device)[:, None])[:, None]
+
+
+def finite_statistics(call: AttentionCall) -> RowStatistics:
+    """Return the statistics of a call's rows; raise ConversionError if one that counts is not finite."""
+    with without_autocast(call.device.type):
+        rows = row_statistics(call.problem)
+    if not (rows.lse.isfinite() | ~rows.counted).all():
+        raise ConversionError(
+            f"convert: the attention logits of {call.name!r} are not finite: check weights and batches"
+        )
+    return rows
 
 
 class BiasFit:
@@ -77,9 +133,7 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
                 f"convert: {call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "
                 "that no bias for each head fits it"
             )
-        with without_autocast(call.device.type):
-            rows = finite_statistics(call)
-        fit.update(rows)
+        fit.update(finite_statistics(call))
         return call.softmax()
 
     run(observe)
@@ -89,17 +143,3 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             "run every layer"
         )
     return {name: fits[name].solve() for name in names}
-
-
-def finite_statistics(call: AttentionCall) -> RowStatistics:
-    """Return the statistics of a call's rows.
-
-    Raises:
-        ConversionError: if the denominator of a row that counts is not finite.
-    """
-    rows = row_statistics(call.problem)
-    if not (rows.lse.isfinite() | ~rows.counted).all():
-        raise ConversionError(
-            f"convert: the attention logits of {call.name!r} are not finite: check weights and batches"
-        )
-    return rows

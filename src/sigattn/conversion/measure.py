@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sigattn.conversion.fit import finite_statistics
+from sigattn.conversion.fit import RowStatistics, finite_statistics, is_padding
 from sigattn.conversion.report import HeadReport, LayerReport
-from sigattn.conversion.row_statistics import RowStatistics, is_padding
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
-from sigattn.ops.autocast import without_autocast
 
 
 class _LayerMeasurement:
@@ -51,8 +49,7 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
 
     def observe(call: AttentionCall) -> Any:
         bias = biases[call.name]
-        with without_autocast(call.device.type):
-            rows = finite_statistics(call)
+        rows = finite_statistics(call)
         result = call.softmax()
         exact, fitted = (_first_tensor(r) for r in (result, call.normalized(bias)))
         padding = is_padding(call.problem)
@@ -66,25 +63,19 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
     return [layers[name].report(name, bias) for name, bias in biases.items()]
 
 
-class Effect(NamedTuple):
-    """Effect of a conversion on a model.
-
-    Attributes:
-        change: ‖y - y_softmax‖ / ‖y_softmax‖ of the outputs y; None if there are none, or their shapes differ.
-        losses: mean loss with softmax, and converted; None if a batch has none.
-    """
-
-    change: float | None
-    losses: tuple[float | None, float | None]
-
-
-def measure_model(model: nn.Module, runs: Sequence[Callable[[Attend], float | None]], attend: Attend) -> Effect:
+def measure_model(
+    model: nn.Module, runs: Sequence[Callable[[Attend], float | None]], attend: Attend
+) -> tuple[float | None, float | None, float | None]:
     """Return the effect of a conversion, of which ``attend`` answers the calls, on a model.
 
     The outputs of one batch are in memory at a time.
 
     Args:
         runs: for each held-out batch, a function that runs the model on it and returns its loss.
+
+    Returns:
+        The change ‖y - y_softmax‖ / ‖y_softmax‖ of the outputs y, None if there are none or their shapes differ; and
+        the mean loss with softmax and converted, None if a batch has none.
     """
     squares, losses = torch.zeros(2, dtype=torch.float64, device="cpu"), []
     comparable, outputs = True, list[Tensor]()
@@ -102,8 +93,8 @@ def measure_model(model: nn.Module, runs: Sequence[Callable[[Attend], float | No
             outputs.clear()
     finally:
         hook.remove()
-    means = [None if None in of else sum(of) / len(of) for of in zip(*losses, strict=True)]
-    return Effect(relative_error(squares) if comparable and squares[0] else None, (means[0], means[1]))
+    before, after = (None if None in of else sum(of) / len(of) for of in zip(*losses, strict=True))
+    return relative_error(squares) if comparable and squares[0] else None, before, after
 
 
 def squared_norms(exact: Tensor, other: Tensor) -> Tensor:

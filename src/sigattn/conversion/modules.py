@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sigattn.conversion.adapter import Adapter
 from sigattn.conversion.replacement import (
     enable_fused_attention,
     find_softmax,
@@ -31,31 +31,21 @@ from sigattn.nn.functional import MaskSpec
 from sigattn.nn.observer import Attend, AttentionCall, CallObserver
 from sigattn.nn.run_search import Example
 from sigattn.nn.sigmoid_layer import CONVERTED
-from sigattn.nn.softmax_calls import MHA_NAME, SOFTMAX_NAME, Finding, listed
+from sigattn.nn.softmax_calls import SOFTMAX_NAME, Finding, listed
 
 
-class ModuleAdapter:
+class ModuleAdapter(Adapter):
     """Softmax attention of a model of PyTorch.
 
     Args:
-        model: the model. example: arguments of its forward, or a function that runs it; None to search its code only.
-        keep: names, or patterns of names, of layers that keep their softmax.
         fitted: True if batches run the model: every attention must then be called.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Example | None = None,
-        keep: Sequence[str] = (),
-        *,
-        fitted: bool = True,
+        self, model: nn.Module, example: Example | None = None, keep: Sequence[str] = (), *, fitted: bool = True
     ) -> None:
-        self.model: nn.Module = model
-        self.example: Example | None = example
-        self.keep: Sequence[str] = keep
+        super().__init__(model, example, keep)
         self.fitted: bool = fitted
-        self.softmax: tuple[SoftmaxLayer, ...] = ()
         self.names: list[str] = []
         self.library: dict[str, Attention] = {}  # layers of this library
         self.called: list[Finding] = []  # layers that call PyTorch's functions
@@ -63,15 +53,15 @@ class ModuleAdapter:
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
-        attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self._kept(n)}
+        attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self.keeps(n)}
         library = {name: layer for name, layer in attention.items() if _is_softmax(name, layer)}
         with enable_fused_attention(self.model, restore=True):
             findings = find_softmax(self.model, self.example)
-        self._check_patterns(findings)
+        self.check_keep([f.name for f in findings])
         self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
         converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.is_sigmoid]
         self.staying = [f for f in findings if f not in converted and f.called]
-        if refused := [f for f in self.staying if f.attention and not self._kept(f.name)]:
+        if refused := [f for f in self.staying if f.attention and not self.keeps(f.name)]:
             advice = (
                 "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
                 "their softmax belongs to"
@@ -83,7 +73,7 @@ class ModuleAdapter:
                 f"convert: the softmax of these layers cannot be replaced: {listed(refused)}. {advice}. To keep their "
                 "softmax, pass their names, or patterns, as keep"
             )
-        if self.fitted and (uncalled := [f for f in findings if not (f.called or self._kept(f.name))]):
+        if self.fitted and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
                 f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
                 "batches that come to it"
@@ -128,9 +118,8 @@ class ModuleAdapter:
             name: None if bias is None else bias.to(next(self.model.get_submodule(name).parameters(), _ON_CPU).device)
             for name, bias in biases.items()
         }
-        calls = {f.name: f.call for f in self.called}
         for name, bias in placed.items():
-            if bias is not None and (bias.needs_alibi or (bias.needs_lengths and calls.get(name) != MHA_NAME)):
+            if bias is not None and (bias.needs_alibi or bias.needs_lengths):
                 raise ConversionError(
                     f"convert: {type(bias).__name__} needs lengths or ALiBi, which {name!r} does not give; use another "
                     "bias (None is -log of the number of visible keys)"
@@ -155,19 +144,13 @@ class ModuleAdapter:
         self._check_nesting()
 
     def _outcome(self, finding: Finding) -> Any:
-        if self._kept(finding.name):
+        if self.keeps(finding.name):
             return "kept"
         if not finding.called:
             return "not called"
         if not finding.replaceable:
             return "not attention"
         return "materialised" if finding.call == SOFTMAX_NAME else "converted"
-
-    def _kept(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
-
-    def _check_patterns(self, findings: Sequence[Finding]) -> None:
-        check_patterns(self.keep, [f.name for f in findings])
 
     def _check_nesting(self) -> None:
         """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""
@@ -257,13 +240,6 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
                 "configuration has one kind of attention for all layers: keep all of its layers, or none"
             )
     return pairs
-
-
-def check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConversionError for names, or patterns of names, of layers to keep that no layer with a softmax has."""
-    if unused := [pattern for pattern in keep if not fnmatch.filter(names, pattern)]:
-        listed_names = ", ".join(map(repr, names)) or "none"
-        raise ConversionError(f"convert: keep={unused} matches no layer with a softmax; there are: {listed_names}")
 
 
 def _settings(bias: AttentionBias) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def replace_layers(
     findings: Sequence[Finding],
     staying: Sequence[Finding],
     biases: Mapping[str, AttentionBias | CallObserver | None],
-    normalize: bool = False,
+    normalize: bool,
 ) -> None:
     """Replace the classes of the findings' layers.
 
@@ -135,7 +135,7 @@ def observed_layers(
     kinds = [(f.module, type(f.module)) for f in findings]
     encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     try:
-        replace_layers(model, findings, staying, observers)
+        replace_layers(model, findings, staying, observers, normalize=True)
         yield
     finally:
         for layer, kind in kinds:

@@ -41,7 +41,7 @@ def restore(
     refuse_distributed(model)
     adapter = ModuleAdapter(model, example)
     names = adapter.layers()
-    refuse_offloaded({name: model.get_submodule(name) for name in names})
+    refuse_offloaded(model, names)
     if not biases or not set(biases) <= set(names):
         softmax, fitted = (", ".join(map(repr, of)) for of in (names, biases))
         raise ConversionError(

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from sigattn.conversion.modules import check_patterns
+from sigattn.conversion.adapter import Adapter
 from sigattn.conversion.replacement import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
 from sigattn.integrations.transformers.check import KeptSoftmax, dispatches
-from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGURED, is_attention
+from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, restored
 from sigattn.integrations.transformers.selection import configurations, detach
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
 from sigattn.nn.observer import Attend, CallObserver
+from sigattn.nn.run_search import Example
 from sigattn.nn.softmax_calls import MHA_NAME, SOFTMAX_NAME, listed
-from sigattn.nn.visible_keys import evaluate_bias
 
 
-class TransformersAdapter:
-    """Softmax attention of models of transformers: a model, or several within one.
+class TransformersAdapter(Adapter):
+    """Softmax attention of models of transformers: a model, or several within one."""
 
-    Args:
-        model: the model. run: runs the model on one batch, in evaluation mode; None without batches.
-        keep: names, or patterns of names, of layers that keep their softmax.
-    """
-
-    def __init__(self, model: nn.Module, run: Callable[[], object] | None, keep: Sequence[str] = ()) -> None:
-        self.model: nn.Module = model
-        self.run: Callable[[], object] | None = run
-        self.keep: Sequence[str] = keep
+    def __init__(self, model: nn.Module, example: Example | None = None, keep: Sequence[str] = ()) -> None:
+        super().__init__(model, example, keep)
         self.roots: list[PreTrainedModel] = find_roots(model)
         self.names: dict[nn.Module, str] = {}
-        self.softmax: tuple[SoftmaxLayer, ...] = ()
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
@@ -50,7 +41,7 @@ class TransformersAdapter:
             with _as_conversion_error(), self._kept(), _selected(root):
                 pass  # raises for layers that the choice does not reach
         if self.model not in inside:
-            others = [f for f in find_softmax(self.model, self.run) if f.attention and f.module not in inside]
+            others = [f for f in find_softmax(self.model, self.example) if f.attention and f.module not in inside]
             if others:
                 raise ConversionError(
                     f"convert: {type(self.model).__name__} contains models of transformers and other attention "
@@ -58,20 +49,17 @@ class TransformersAdapter:
                 )
         if not self.names:
             raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
-        check_patterns(self.keep, list(self.names.values()))
-        names = [n for n in self.names.values() if not self._keeps(n)]
+        self.check_keep(list(self.names.values()))
+        names = [n for n in self.names.values() if not self.keeps(n)]
         self._set_outcomes(names)
         if not names:
             raise ConversionError(f"convert: keep={list(self.keep)} leaves no attention to convert")
         return names
 
-    def _keeps(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
-
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
         """Within the context, layers that keep their softmax are marked, and the choice of "sigmoid" spares them."""
-        marked: list[Any] = [m for m, name in self.names.items() if self._keeps(name)]
+        marked: list[Any] = [m for m, name in self.names.items() if self.keeps(name)]
         for layer in marked:
             layer.sigmoid_bias = KeptSoftmax()
         try:
@@ -100,37 +88,22 @@ class TransformersAdapter:
         The calls have the masks that the layers would have with sigmoid attention.
         """
 
-        def answer(layer: nn.Module, call: interface.Call) -> Tensor:
+        def answer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             if layer not in self.names:
                 raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
+            return interface.attention(layer, *args, **kwargs)
 
-            def normalized(bias: AttentionBias) -> Tensor:
-                b = evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
-                return call.sigmoid(b, normalize=True)
-
-            if self._keeps(self.names[layer]):
-                return call.softmax()
-
-            result: Tensor = CallObserver(self.names[layer], attend).answer(
-                *(call.query, call.key, call.value, call.mask),
-                softmax=lambda _: call.softmax(),
-                normalized=normalized,
-                is_causal=call.causal,
-                scale=call.scale,
-                softcap=call.softcap,
-            )
-            return result
-
+        observed = [layer for layer, name in self.names.items() if not self.keeps(name)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._kept())
             for root in self.roots:
                 stack.enter_context(_selected(root))
-            outside = [m for m in self.names if isinstance(m, CONFIGURED)]
-            for layer in outside:
-                vars(layer)["sigmoid_bias"] = CallObserver(self.names[layer], attend)
-            stack.callback(lambda: [vars(layer).pop("sigmoid_bias") for layer in outside])
-            with interface.observed_by(answer):
-                yield
+            for layer in observed:
+                vars(layer)[ATTRIBUTE] = CallObserver(self.names[layer], attend)
+            stack.callback(lambda: [vars(layer).pop(ATTRIBUTE) for layer in observed])
+            AttentionInterface.register(NAME, answer)
+            stack.callback(AttentionInterface.register, NAME, interface.attention)
+            yield
 
     def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
         """Give layers sigmoid attention with their biases; see ``Adapter``.

@@ -1,1 +1,1 @@
-"""Sigmoid attention in other libraries: Hugging Face transformers, timm and lm-evaluation-harness, one module each."""
+"""Sigmoid attention in other libraries: Hugging Face transformers and lm-evaluation-harness, one module each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import NoneType
 from typing import ClassVar, Literal
 
@@ -112,8 +113,7 @@ class Attention(nn.Module):
         check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim})
         check_finite({"temperature": temperature, "length_power": length_power})
         check_probability({"dropout": dropout})
-        check_bool({"causal": causal is None or causal, "use_bias": use_bias})
-        check_bool({"normalize": normalize})
+        check_bool({"causal": causal is None or causal, "use_bias": use_bias, "normalize": normalize})
         _, _, window, _ = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
@@ -149,10 +149,10 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
-        names = ["num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout"]
-        names += ["normalize"] if self.normalize else []
-        names += [] if self.temperature is None else ["initial_temperature"]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        settings = ["num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout"]
+        settings += ["normalize"] if self.normalize else []
+        settings += [] if self.temperature is None else ["initial_temperature"]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in settings)
 
     def shard_heads(self, rank: int, ranks: int) -> None:
         """Keep part ``rank`` of ``ranks`` equal parts of the heads, for tensor parallelism.
@@ -235,22 +235,30 @@ class Attention(nn.Module):
         node = record_module(self, (x, kv_input, key_lengths, cache, documents), {})
         if node is not None:
             return node
-        self._check_inputs(x, kv_input)
-        self._check_call(kv_input, key_lengths, cache, documents)
+        self._check_call(x, kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length
         left_padding = None if cache is None else cache.left_padding
         query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset, left_padding, documents)
         if cache is not None:
             key, value = cache.append(key, value)
-        shard = self.sequence_shard
-        num_queries, num_keys = (query.shape[2], key.shape[2]) if shard is None else (shard.length, shard.length)
-        spec = self._mask_spec(key_lengths, cache, documents, query_offset)
+        spec = MaskSpec(
+            self.causal,
+            self.window,
+            key_lengths,
+            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
+            bias=0.0,
+            dropout=self.dropout if self.training and cache is None else 0.0,
+            query_offset=query_offset,
+            documents=documents,
+            left_padding=left_padding,
+            normalize=self.normalize,
+        )
+        num_keys = key.shape[2]
         spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))
         out = self._attend(query, key, value, spec)
         out = out if self.attention_bias is None else self.attention_bias.scaled(out)
         if self.length_power:
-            n = functional.num_visible_keys(num_queries, num_keys, spec, query.device).clamp(min=1)
-            n = n if shard is None else n[:, :, shard.positions(n.device)]
+            n = self._over_sequence(functional.num_visible_keys, query, num_keys, spec).clamp(min=1)
             out = out * (n**-self.length_power).to(out.dtype)
         if self.record != "nothing":
             self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
@@ -259,8 +267,15 @@ class Attention(nn.Module):
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
 
-    def _check_inputs(self, x: Tensor, kv_input: Tensor | None) -> None:
-        """Raise ValueError unless the inputs have the layer's numbers of features, and causal fits them."""
+    def _check_call(
+        self,
+        x: Tensor,
+        kv_input: Tensor | None,
+        key_lengths: Tensor | None,
+        cache: KVCache | None,
+        documents: Documents | None,
+    ) -> None:
+        """Raise ValueError for arguments of ``forward`` of other shapes, or that exclude each other or an option."""
         source = x if kv_input is None else kv_input
         for name, t, features in (("x", x, self.embed_dim), ("kv_input", source, self.kv_embed_dim)):
             if t.dim() != 3 or t.shape[-1] != features:
@@ -270,11 +285,6 @@ class Attention(nn.Module):
                 "Attention: with kv_input choose causal when creating the layer: causal=False for cross-attention "
                 "(the default, True, is that of self-attention)"
             )
-
-    def _check_call(
-        self, kv_input: Tensor | None, key_lengths: Tensor | None, cache: KVCache | None, documents: Documents | None
-    ) -> None:
-        """Raise ValueError for arguments of ``forward`` that exclude each other or an option of the layer."""
         if cache is not None and (not self.causal or self.activation == "performer"):
             raise ValueError(
                 f"a cache needs causal=True and an activation other than 'performer', got causal={self.causal} and "
@@ -333,75 +343,52 @@ class Attention(nn.Module):
     def _by_head(self, x: Tensor) -> Tensor:  # (B, N, H · D) → (B, H, N, D)
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
-    def _mask_spec(
-        self, key_lengths: Tensor | None, cache: KVCache | None, documents: Documents | None, query_offset: int
-    ) -> MaskSpec:
-        """Return mask and dropout of a call, with a bias of 0."""
-        return MaskSpec(
-            self.causal,
-            self.window,
-            key_lengths,
-            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
-            bias=0.0,
-            dropout=self.dropout if self.training and cache is None else 0.0,
-            query_offset=query_offset,
-            documents=documents,
-            left_padding=None if cache is None else cache.left_padding,
-            normalize=self.normalize,
-        )
-
     def evaluate_bias(self, rule: AttentionBias | None, query: Tensor, num_keys: int, spec: MaskSpec) -> float | Tensor:
         """Return b of a bias for a call of this layer: of this process's queries, under context parallelism.
 
         Args:
             rule: the bias, or None for 0.
             query: (B, Hq, N, D), as multiplied with the keys.
-            num_keys: number of keys, cached ones included.
+            num_keys: number of keys, cached ones included; of this process, under context parallelism.
             spec: mask of the call.
         """
-        shard, device = self.sequence_shard, query.device
-        num_queries = query.shape[2] if shard is None else shard.length
         if rule is None or isinstance(rule, QueryBias):
             return 0.0
         visible = None
-        if rule.needs_visible:
-            if rule.needs_alibi:
-                visible = functional.sum_alibi_weights(num_queries, num_keys, spec, device)
-            else:
-                visible = functional.num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)
-            visible = visible if shard is None else visible[:, :, shard.positions(device)]
+        if rule.needs_alibi:
+            visible = self._over_sequence(functional.sum_alibi_weights, query, num_keys, spec)
+        elif rule.needs_visible:
+            visible = self._over_sequence(functional.num_visible_keys, query, num_keys, spec).clamp(min=1)
+        shard = self.sequence_shard
         bias: float | Tensor = rule(
-            num_queries,
-            num_keys,
+            query.shape[2] if shard is None else shard.length,
+            num_keys if shard is None else shard.length,
             query_offset=spec.query_offset,
             key_lengths=spec.key_lengths,
-            device=device,
+            device=query.device,
             visible=visible,
             query=query if rule.needs_query else None,
         )
-        if shard is None or rule.needs_visible or rule.needs_query or not isinstance(bias, Tensor):
-            return bias
-        if bias.dim() > 1 and bias.shape[-2] == num_queries > 1:
-            bias = bias.index_select(-2, shard.positions(device))
+        if shard is not None and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == shard.length > 1:
+            return bias.index_select(-2, shard.positions(query.device))
         return bias
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
+    def _over_sequence(
+        self, count: Callable[..., Tensor], query: Tensor, num_keys: int, spec: MaskSpec
+    ) -> Tensor:  # (B or 1, Hq or 1, N, 1)
+        """Return a count over the keys of whole sequences for the queries that this process holds."""
         shard = self.sequence_shard
+        if shard is None:
+            return count(query.shape[2], num_keys, spec, query.device)
+        return count(shard.length, shard.length, spec, query.device)[:, :, shard.positions(query.device)]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
         if self.activation == "performer":
             out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=spec.key_lengths)
             return out
-        if shard is None:
-            return self.attention_fn(self.activation, query, key, value, spec)
-        return shard.attend(
-            query,
-            key,
-            value,
-            is_causal=spec.causal,
-            window=spec.window,
-            bias=spec.bias,
-            alibi_slopes=spec.alibi_slopes,
-            normalize=spec.normalize,
-        )
+        if self.sequence_shard is not None:
+            return self.sequence_shard.attend(query, key, value, **spec.operator_options())
+        return self.attention_fn(self.activation, query, key, value, spec)
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

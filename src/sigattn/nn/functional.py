@@ -60,6 +60,14 @@ class MaskSpec(NamedTuple):
         """Numbers of keys before and after itself that a query sees; -1 for no limit."""
         return combine_window(self.window, self.causal)
 
+    def attn_mask(self, num_keys: int) -> Tensor | None:
+        """Return (B, 1, N or 1, M) bool, which hides other documents and padding on the left; None without them."""
+        if self.documents is not None:
+            return self.documents.mask
+        if self.left_padding is None:
+            return None
+        return (torch.arange(num_keys, device=self.left_padding.device) >= self.left_padding[:, None])[:, None, None]
+
     def operator_options(self) -> dict[str, Any]:
         """Return the options that all operators share."""
         return {
@@ -80,7 +88,12 @@ def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, sp
 
     "performer" is not supported here: it needs the random features of the layer.
     """
-    return _ATTEND[activation](activation, query, key, value, spec)
+    if activation == "sigmoid":
+        return _sigmoid(query, key, value, spec)
+    if activation == "softmax":
+        return _softmax(query, key, value, spec)
+    with without_autocast(query.device.type):
+        return reference.attention(make_problem(query, key, value, spec), activation)
 
 
 def statistics(
@@ -93,23 +106,20 @@ def statistics(
     """
     if activation == "performer" or spec.query_offset:
         raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
-    p = spec
     return attention_statistics(
         query.detach(),
         key.detach(),
         value.detach(),
-        None if p.documents is None else p.documents.mask,
+        spec.attn_mask(key.shape[2]),
         enable_gqa=True,
-        key_lengths=p.key_lengths,
+        key_lengths=spec.key_lengths,
         activation=activation,
-        **p.operator_options(),
+        **spec.operator_options(),
     )
 
 
 def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
-    if max(spec.sides) == UNLIMITED and spec.key_lengths is None and spec.left_padding is None:
-        return torch.full((1, 1, 1, 1), keys, dtype=torch.float32, device=device).expand(1, 1, queries, 1)
     _, first, last = _visible_range(queries, keys, spec, device)
     return (last - first + 1).clamp(min=0)[:, None, :, None].float()
 
@@ -136,10 +146,7 @@ def _geometric_sum(slopes: Tensor, nearest: Tensor, farthest: Tensor) -> Tensor:
 
 
 def _visible_range(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each query's position, and the first and the last key that it sees (first > last for none).
-
-    They are (1 or B, N) each, and count positions from the row's start, which documents do not change.
-    """
+    """Return each query's position in its row, and the first and the last key that it sees: (1 or B, N) each."""
     i = torch.arange(spec.query_offset, spec.query_offset + queries, device=device)
     left, right = spec.sides
     if spec.documents is not None:
@@ -157,56 +164,44 @@ def _visible_range(queries: int, keys: int, spec: MaskSpec, device: torch.device
     return i[None], first if first.dim() == 2 else first[None], last
 
 
-def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
-    if p.left_padding is not None or (p.query_offset and query.shape[2] == 1 and p.key_lengths is None):
-        return _sigmoid_of_cache(query, key, value, p)
-    of_queries = isinstance(p.bias, Tensor) and p.bias.dim() > 1 and p.bias.shape[-2] > 1
-    if p.documents is not None and not of_queries:  # the kernels for packed sequences have one bias for a sequence
-        return _sigmoid_of_documents(query, key, value, p, p.documents)
+def _sigmoid(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
+    if spec.left_padding is not None or (spec.query_offset and query.shape[2] == 1 and spec.key_lengths is None):
+        return _sigmoid_of_cache(query, key, value, spec)
+    of_queries = isinstance(spec.bias, Tensor) and spec.bias.dim() > 1 and spec.bias.shape[-2] > 1
+    if spec.documents is not None and not of_queries:  # the kernels for packed sequences have one bias for a sequence
+        return _sigmoid_of_documents(query, key, value, spec, spec.documents)
     return sigmoid_attention(
         query,
         key,
         value,
-        None if p.documents is None else p.documents.mask,
-        dropout_p=p.dropout,
+        spec.attn_mask(key.shape[2]),
+        dropout_p=spec.dropout,
         enable_gqa=True,
-        query_offset=p.query_offset,
-        key_lengths=p.key_lengths,
-        **p.operator_options(),
+        query_offset=spec.query_offset,
+        key_lengths=spec.key_lengths,
+        **spec.operator_options(),
     )
 
 
-def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
+def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = p.operator_options()
     # a prompt may be processed in pieces, of which the first may hold only padding
-    padding = None if p.left_padding is None else p.left_padding.clamp(max=key.shape[2])
-    out = sigmoid_kvcache_attention(q, k, v, left_padding=padding, enable_gqa=True, **options)
+    padding = None if spec.left_padding is None else spec.left_padding.clamp(max=key.shape[2])
+    out = sigmoid_kvcache_attention(q, k, v, left_padding=padding, enable_gqa=True, **spec.operator_options())
     return out.transpose(1, 2)
 
 
-def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec, documents: Documents) -> Tensor:
+def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, documents: Documents) -> Tensor:
     """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in cast_operands(query, key, value))  # (B · N, H, D)
-    starts, options = documents.cu_seqlens, p.operator_options()
-    out = sigmoid_varlen_attention(  # (B · N, Hq, D)
-        q, k, v, starts, starts, length, length, enable_gqa=True, dropout_p=p.dropout, **options
-    )
+    starts, options = documents.cu_seqlens, {"dropout_p": spec.dropout, **spec.operator_options()}
+    out = sigmoid_varlen_attention(q, k, v, starts, starts, length, length, enable_gqa=True, **options)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
-    problem = make_problem(query, key, value, p)
-    if p.left_padding is not None:
-        j = torch.arange(key.shape[2], device=key.device)
-        problem = problem._replace(attn_mask=(j >= p.left_padding[:, None])[:, None, None])
-    with without_autocast(query.device.type):
-        return reference.attention(problem, activation)
-
-
-def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
+def make_problem(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Problem:
     """Return the operator's problem of the call, in autocast's dtype if autocast is on."""
     query, key, value = cast_operands(query, key, value)
     return problems.make_problem(
@@ -214,49 +209,40 @@ def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Prob
         query,
         key,
         value,
-        attn_mask=None if p.documents is None else p.documents.mask,
-        dropout_p=p.dropout,
-        key_lengths=p.key_lengths,
-        query_offset=p.query_offset,
-        **p.operator_options(),
+        attn_mask=spec.attn_mask(key.shape[2]),
+        dropout_p=spec.dropout,
+        key_lengths=spec.key_lengths,
+        query_offset=spec.query_offset,
+        **spec.operator_options(),
     )
 
 
-def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
-    mask = _softmax_mask(query, key, p)
+def _softmax(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
+    mask = _softmax_mask(query, key, spec)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        dropout_p=p.dropout,
-        is_causal=p.causal and mask is None,
+        dropout_p=spec.dropout,
+        is_causal=spec.causal and mask is None,
         enable_gqa=bool(query.shape[1] != key.shape[1]),  # torch.jit.trace has tensors for sizes
     )
 
 
-def _softmax_mask(query: Tensor, key: Tensor, p: MaskSpec) -> Tensor | None:
+def _softmax_mask(query: Tensor, key: Tensor, spec: MaskSpec) -> Tensor | None:
     """Return the mask of windows, padding, caches and ALiBi, broadcastable to (B, Hq, N, M); None if not needed."""
-    plain = all(x is None for x in (p.window, p.key_lengths, p.alibi_slopes, p.documents, p.left_padding))
-    if plain and not (p.causal and p.query_offset):
+    slopes, mask = two_sided_slopes(spec.alibi_slopes), spec.attn_mask(key.shape[2])
+    plain = all(x is None for x in (spec.window, spec.key_lengths, slopes, mask))
+    if plain and not (spec.causal and spec.query_offset):
         return None
-    rows, columns = (p.query_offset, p.query_offset + query.shape[2]), (0, key.shape[2])
-    seen = band(*p.sides, rows, columns, query.device)
-    j = torch.arange(key.shape[2], device=query.device)
-    if p.key_lengths is not None:
-        seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
-    if p.left_padding is not None:
-        seen = seen & (j >= p.left_padding[:, None, None, None].to(j.device))
-    if p.documents is not None:
-        seen = seen & p.documents.mask
-    slopes = two_sided_slopes(p.alibi_slopes)
+    rows, columns = (spec.query_offset, spec.query_offset + query.shape[2]), (0, key.shape[2])
+    seen = band(*spec.sides, rows, columns, query.device)
+    if spec.key_lengths is not None:
+        exists = torch.arange(key.shape[2], device=query.device) < spec.key_lengths.to(query.device).view(-1, 1, 1, 1)
+        seen = seen & exists
+    if mask is not None:
+        seen = seen & mask.to(query.device)
     if slopes is None:
         return seen
     return alibi(slopes, rows, columns, slopes.dtype).masked_fill(~seen, -torch.inf).to(query.dtype)
-
-
-_ATTEND: dict[str, Callable[[str, Tensor, Tensor, Tensor, MaskSpec], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "softmax": _softmax,
-    **{name: _elementwise for name in ELEMENTWISE if name != "sigmoid"},
-}

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.observer import CallObserver
-from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
+from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
-from sigattn.ops.problem import Problem, log_length_bias, log_size_bias, make_problem
+from sigattn.ops.problem import Problem, make_problem
 from sigattn.ops.proxies import record_module
 
 
@@ -173,9 +173,9 @@ def multi_head_attention_forward(
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, N or M, E)
-    separate: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
     is_separate = in_proj_weight is None or (use_separate_proj_weight and q_proj_weight is not None)
-    weights = separate if is_separate or in_proj_weight is None else in_proj_weight.chunk(3)
+    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = weights if is_separate or in_proj_weight is None else in_proj_weight.chunk(3)
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     if bias_k is not None and bias_v is not None:
@@ -184,19 +184,24 @@ def multi_head_attention_forward(
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         refuse_subclass("multi_head_attention_forward", name, mask)
     _check_masks(attn_mask, key_padding_mask, (key.shape[0], num_heads, q.shape[2], key.shape[1]))
-    if isinstance(sigmoid_bias, CallObserver):
-        return _observed(sigmoid_bias, q, k, v, arguments)
     has_zero_key = add_zero_attn and normalize
     if has_zero_key:  # whose weight counts in the sum
         k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
+    if isinstance(sigmoid_bias, CallObserver):
+        softmax = {**arguments, "use_separate_proj_weight": is_separate}
+        return sigmoid_bias.answer(  # no lambda, whose variables torch.compile does not find in locals()
+            *(q, k, v, mask),
+            softmax=functools.partial(F.multi_head_attention_forward, **softmax),
+            normalized=functools.partial(multi_head_attention_forward, normalize=True, **arguments),
+        )
     # the learned key and that of zeros follow the causal ones
     masked_otherwise = key_padding_mask is not None or bias_k is not None or has_zero_key
     causal = is_causal and attn_mask is not None and not masked_otherwise and not need_weights
     options: dict[str, Any] = {
         "attn_mask": None if causal else mask,  # is_causal is faster than the same mask as a tensor
         "is_causal": causal,
-        "bias": _bias(sigmoid_bias, q, k, mask),
+        "bias": evaluate_bias(sigmoid_bias, q, k, mask),
         "normalize": normalize,
     }
     out = sigmoid_attention(q, k, v, dropout_p=dropout_p if training else 0.0, **options)
@@ -229,38 +234,6 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
             f"multi_head_attention_forward: key_padding_mask must be (batch, keys) = {(batch, m)}, or (keys,) without "
             f"a batch, got {tuple(padding.shape)}"
         )
-
-
-def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
-    """Let an observer answer the call of ``multi_head_attention_forward`` with these arguments."""
-    if arguments["add_zero_attn"]:  # softmax attends to a key of zeros, too
-        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
-    padding = arguments["key_padding_mask"]
-    padding = padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding
-    mask = _joined(arguments["attn_mask"], padding, q, k.shape[2])
-    separate = arguments["use_separate_proj_weight"] and arguments["q_proj_weight"] is not None
-    separate = separate or arguments["in_proj_weight"] is None
-    softmax = {**arguments, "use_separate_proj_weight": separate}
-    return observer.answer(
-        *(q, k, v, mask),
-        softmax=lambda _: F.multi_head_attention_forward(**softmax),
-        normalized=lambda bias: multi_head_attention_forward(bias, True, **arguments),
-    )
-
-
-def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor:
-    """Return the bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
-    num_keys = k.shape[2]
-    if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
-        return evaluate_bias(sigmoid_bias, q, num_keys, mask)
-    visible = None if mask is None else count_visible_keys(mask, num_keys)
-    if sigmoid_bias is None:
-        return log_size_bias(num_keys, q.device) if visible is None else log_length_bias(visible)
-    if visible is None:
-        lengths = torch.full((q.shape[0],), num_keys, device=q.device)
-    else:
-        lengths = visible.flatten().expand(q.shape[0])
-    return evaluate_bias(sigmoid_bias, q, num_keys, mask, key_lengths=lengths)
 
 
 def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:

@@ -64,7 +64,7 @@ class CallObserver:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        softmax: Callable[[Problem], Any],
+        softmax: Callable[[], Any],
         normalized: Callable[[AttentionBias], Any],
         **options: Any,
     ) -> Any:
@@ -73,7 +73,7 @@ class CallObserver:
         Args:
             query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv).
             mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-            softmax: returns the layer's result with softmax, of the problem.
+            softmax: returns the layer's result with softmax.
             normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
             options: is_causal, window, scale and softcap of ``sigmoid_attention``.
 
@@ -89,7 +89,7 @@ class CallObserver:
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
         problem = make_problem(Problem, query, key, value, attn_mask=mask, **options)
         with _without_function_modes():
-            return self.attend(AttentionCall(self.name, problem, lambda: softmax(problem), normalized))
+            return self.attend(AttentionCall(self.name, problem, softmax, normalized))
 
     def answer_written(self, call: WrittenSoftmax) -> Tensor:
         """Return the weights of a softmax that is written out, (..., M)."""

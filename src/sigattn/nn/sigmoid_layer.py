@@ -29,11 +29,10 @@ from sigattn.nn.multihead import (
 )
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
-from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
+from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.nn.written_softmax import WrittenSoftmax, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.problem import log_length_bias, log_size_bias
 from sigattn.ops.proxies import record_module
 
 
@@ -49,7 +48,6 @@ class SigmoidLayer(nn.Module):
 
     softmax_class: type[nn.Module]
     mixin: type[SigmoidLayer]
-    attention_methods: tuple[str, ...]  # methods other than forward that call attention functions
     sigmoid_bias: AttentionBias | None
     sigmoid_normalize: bool = False
     softmax_allowed: bool = False
@@ -104,14 +102,8 @@ class _UnfusedMultihead:
 def sigmoid_class(kind: Any, mixin: Any = SigmoidLayer) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes sigmoid attention."""
     bases = (mixin, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (mixin, kind)
-    methods = calling_methods(kind)
-    members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in methods}
-    members |= {
-        "softmax_class": kind,
-        "mixin": mixin,
-        "attention_methods": tuple(methods),
-        "__module__": kind.__module__,
-    }
+    members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in calling_methods(kind)}
+    members |= {"softmax_class": kind, "mixin": mixin, "__module__": kind.__module__}
     return type(f"Sigmoid{kind.__name__}", bases, members)
 
 
@@ -141,10 +133,9 @@ _OWN_BACKWARD = {checkpoint.__file__, torch.autograd.function.__file__}
 _ENTRIES = {SigmoidLayer.forward.__code__, _in_sigmoid_mode(SigmoidLayer.forward).__code__}
 
 
-def _rebuild(kind: type[nn.Module], mixin: Any) -> nn.Module:
-    layer_class: Any = kind
-    sigmoid_layer_class = sigmoid_class(layer_class, mixin)
-    return sigmoid_layer_class.__new__(sigmoid_layer_class)
+def _rebuild(kind: Any, mixin: Any) -> nn.Module:
+    layer_class = sigmoid_class(kind, mixin)
+    return layer_class.__new__(layer_class)
 
 
 def _autograd_forwards(kind: type = torch.autograd.Function) -> set[types.CodeType]:
@@ -250,35 +241,19 @@ def sigmoid_sdpa(
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
     """
-    options: dict[str, Any]
     arguments = query, key, value, attn_mask, dropout_p, is_causal
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
     if isinstance(sigmoid_bias, CallObserver):
-        options = {"scale": scale, "enable_gqa": enable_gqa}
         return sigmoid_bias.answer(
             *(query, key, value, attn_mask),
-            softmax=lambda _: SDPA(*arguments, **options),
+            softmax=lambda: SDPA(*arguments, **options),
             normalized=lambda bias: sigmoid_sdpa(bias, True, *arguments, **options),
             is_causal=is_causal,
             window=window,
             scale=scale,
         )
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    bias: float | Tensor | None = None
-    if sigmoid_bias is not None:
-        bias = evaluate_bias(sigmoid_bias, query, num_keys, attn_mask, is_causal=is_causal, window=window)
-        if isinstance(bias, Tensor) and bias.dim() == 3 and query.dim() != 4:
-            raise ValueError(
-                f"a bias for each head needs queries of shape (B, H, N, D), got {tuple(query.shape)}: take one bias "
-                "for the layer"
-            )
-    elif attn_mask is not None:
-        bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
-    elif key.layout is torch.jagged:
-        lengths: Tensor = key.offsets().diff().clamp(min=1)  # type: ignore[attr-defined]
-        bias = log_length_bias(lengths.view(-1, 1, 1, 1))
-    elif not query.is_nested:  # under a causal mask no query sees the keys beyond the last query
-        bias = log_size_bias(torch.sym_min(num_queries, num_keys) if is_causal else num_keys, query.device)
-    options = {"bias": bias, "window": window, "normalize": normalize}
-    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
+    bias = evaluate_bias(sigmoid_bias, query, key, attn_mask, is_causal=is_causal, window=window)
+    options |= {"bias": bias, "window": window, "normalize": normalize}
+    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out if sigmoid_bias is None else sigmoid_bias.scaled(out)

@@ -1,13 +1,13 @@
-"""Count the keys that the queries of a sample see, for the default bias of layers that were written for softmax."""
+"""Bias of attention functions of other layers, which depends on the keys that their masks let queries see."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sigattn.nn.bias import AttentionBias
+from sigattn.nn.bias import AttentionBias, VisibleKeysBias
 from sigattn.ops.positions import band
-from sigattn.ops.problem import at_least, combine_window
+from sigattn.ops.problem import at_least, combine_window, log_length_bias, log_size_bias
 
 HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, -100 + bias (Swin)
 
@@ -44,58 +44,76 @@ def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -
 
 
 def evaluate_bias(
-    bias: AttentionBias,
+    bias: AttentionBias | None,
     query: Tensor,
-    num_keys: int,
+    key: Tensor,
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
     window: tuple[int, int] | None = None,
-    key_lengths: Tensor | None = None,
-) -> float | Tensor:
+) -> float | Tensor | None:
     """Return b of a bias for a call of an attention function.
 
     Args:
-        bias: the bias.
-        query: (B, Hq, N, D); biases with neither needs_visible nor needs_query accept any (…, N, D).
-        num_keys: M.
+        bias: the bias; None for -log of the number of keys that at least one query of a sample sees.
+        query, key: (B, Hq, N, D), (B, Hkv, M, D); biases with neither needs_visible nor needs_query accept any
+            (…, N, D) and (…, M, D).
         mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
         is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
-        key_lengths: (B,), for biases with needs_lengths.
+
+    Returns:
+        The ``bias`` of ``sigmoid_attention``; None, its own rule, for a bias of None and nested tensors with holes.
 
     Raises:
-        ValueError: if the bias needs the queries or their visible keys, and query is nested or has no four dimensions.
+        ValueError: if the bias has a value for each head or query, and query is nested or has no four dimensions.
         TypeError: for a bias with needs_alibi: the mask does not say which part of it is ALiBi's.
     """
+    if bias is None:
+        return _bias_of_samples(query, key, mask, is_causal)
     if bias.needs_alibi:
         raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention with Alibi only, not for other layers")
-    num_queries = query.shape[-2]
-    if not (bias.needs_visible or bias.needs_query):
-        return bias(num_queries, num_keys, key_lengths=key_lengths, device=query.device)
-    if query.is_nested or query.dim() != 4:
-        raise ValueError(
-            f"{type(bias).__name__} has a value for each head and query and needs plain queries of shape (B, H, N, D), "
-            f"got {'nested ones' if query.is_nested else tuple(query.shape)}"
-        )
-    visible = visible_per_query(mask, num_queries, num_keys, combine_window(window, is_causal), query.device)
-    return bias(
-        num_queries,
-        num_keys,
-        key_lengths=key_lengths,
-        device=query.device,
-        visible=visible if bias.needs_visible else None,
-        query=query if bias.needs_query else None,
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    visible = None
+    if bias.needs_visible or bias.needs_query:
+        if query.is_nested or query.dim() != 4:
+            raise ValueError(
+                f"{type(bias).__name__} has a value for each head and query and needs plain queries of shape "
+                f"(B, H, N, D), got {'nested ones' if query.is_nested else tuple(query.shape)}"
+            )
+        sides = combine_window(window, is_causal)
+        if type(bias) is VisibleKeysBias and mask is None and max(sides) < 0:
+            return log_size_bias(num_keys, query.device)  # a number is faster than the same value for each query
+        visible = _count_visible(mask, num_queries, num_keys, sides, query.device) if bias.needs_visible else None
+    b: float | Tensor = bias(
+        num_queries, num_keys, device=query.device, visible=visible, query=query if bias.needs_query else None
     )
+    if isinstance(b, Tensor) and b.dim() == 3 and query.dim() != 4:
+        raise ValueError(
+            f"a bias for each head needs queries of shape (B, H, N, D), got {tuple(query.shape)}: take one bias for "
+            "the layer"
+        )
+    return b
 
 
-def visible_per_query(
+def _bias_of_samples(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor | None:
+    if mask is not None:
+        return log_length_bias(count_visible_keys(mask, key.shape[-2], has_heads=query.dim() > 3))
+    if key.layout is torch.jagged:
+        lengths: Tensor = key.offsets().diff().clamp(min=1)  # type: ignore[attr-defined]
+        return log_length_bias(lengths.view(-1, 1, 1, 1))
+    if query.is_nested:
+        return None
+    # under a causal mask no query sees the keys beyond the last query
+    return log_size_bias(torch.sym_min(query.shape[-2], key.shape[-2]) if is_causal else key.shape[-2], query.device)
+
+
+def _count_visible(
     mask: Tensor | None, num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Count the keys that each query sees, at least 1: (B or 1, H or 1, N or 1, 1), float32."""
-    unlimited = max(window) < 0
     if mask is not None:
         seen = is_visible(mask)
-        seen = seen if unlimited else seen & band(*window, (0, num_queries), (0, num_keys), device)
+        seen = seen if max(window) < 0 else seen & band(*window, (0, num_queries), (0, num_keys), device)
         return at_least(count_keys_per_query(seen, num_keys).float(), 4)
     i = torch.arange(num_queries, device=device)
     first = i * 0 if window[0] < 0 else (i - window[0]).clamp(min=0)

@@ -1,23 +1,22 @@
 """Sigmoid attention in Hugging Face's transformers: ``attn_implementation="sigmoid"``::
 
-    from sigattn.integrations import transformers as sigmoid
-    sigmoid.register()
+    import sigattn.integrations.transformers  # registers it
+
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
 
-The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the number of keys that each query sees,
-which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
-for its sub-configurations that have none; if no configuration has one, the model keeps the default of ``register`` at
-the time when it is built. A softmax model that ``sigattn.convert`` converted has a learned bias in each layer instead,
-and ``config.sigmoid_bias`` lists them. With ``config.sigmoid_normalize = True`` the weights of each row are divided by
-their sum.
+The bias b is ``config.sigmoid_bias``: a number, or "log_visible", the default, -log of the number of keys that each
+query sees, which is -log n in an encoder and does not change as a cache grows. The value of a composite model's
+configuration holds for its sub-configurations that have none. A softmax model that ``sigattn.convert`` converted has a
+learned bias in each layer instead, and ``config.sigmoid_bias`` lists them. With ``config.sigmoid_normalize = True`` the
+weights of each row are divided by their sum.
 
 The result is transformers' own eager attention with the sigmoid instead of the softmax, or an error that names what is
 not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
 **inputs)`` verifies a model by running it.
 
-A saved model is loaded as sigmoid attention again (see ``saving.py``) by every process that has imported this package:
-the import registers "sigmoid", so that ``register`` need only be called for another default bias. It also makes the
-language models of this library known to ``AutoModelForCausalLM``, as ``sigattn export`` writes them (see ``model.py``).
+A saved model is loaded as sigmoid attention again (see ``saving.py``) by every process that has imported this package.
+The import also makes the language models of this library known to ``AutoModelForCausalLM``, as ``sigattn export``
+writes them (see ``model.py``).
 """
 
 from sigattn.optional import explain_import_errors

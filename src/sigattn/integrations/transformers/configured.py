@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from sigattn.integrations.transformers.check import KeptSoftmax, computes_softmax, dispatches
-from sigattn.integrations.transformers.saving import NAME, NORMALIZE, Bias, default_bias, validate_bias
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, Bias, validate_bias
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import CallObserver
@@ -112,20 +112,45 @@ def restore_class(layer: Any) -> None:
         layer.__class__ = kind
 
 
-def layer_bias(layer: Any) -> AttentionBias | float | None:
-    """Return b of a layer: learned, a number, or None for -log of the keys that each query sees."""
-    bias, learned = _configured_bias(layer), getattr(layer, ATTRIBUTE, None)
+def layer_settings(layer: Any) -> tuple[Any, bool]:
+    """Return b of a layer, a number or an ``AttentionBias``, and ``normalize``.
+
+    In the place of b may be a ``CallObserver``, or a ``KeptSoftmax``.
+
+    Raises:
+        ValueError: if the layer has a learned bias and its configuration lists none, or the reverse.
+    """
+    learned = getattr(layer, ATTRIBUTE, None)
+    if isinstance(learned, (CallObserver, KeptSoftmax)):
+        return learned, True
+    bias, normalize = _configured_bias(layer), _normalizes(layer)
     if learned is not None and isinstance(bias, dict):
-        return learned
+        return learned, normalize
     if learned is not None or isinstance(bias, dict):
         other = "lists learned biases" if learned is None else f"is {bias!r}"
         raise error_of(
             layer, f"config.sigmoid_bias {other}, but this layer has {'none' if learned is None else 'a learned bias'}"
         )
-    return None if isinstance(bias, str) else float(bias)
+    return _VISIBLE_KEYS if isinstance(bias, str) else float(bias), normalize
 
 
-def normalizes(layer: nn.Module) -> bool:
+_VISIBLE_KEYS = VisibleKeysBias()
+_constant = functools.cache(ConstantBias)
+
+
+def error_of(layer: nn.Module, reason: str) -> ValueError:
+    """Return an error that names a layer."""
+    return ValueError(f'{type(layer).__name__} with attn_implementation="{NAME}": {reason}')
+
+
+def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[AttentionBias | CallObserver, bool]:
+    bias, normalize = layer_settings(layer)
+    if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
+        raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
+    return _constant(bias) if isinstance(bias, float) else bias, normalize
+
+
+def _normalizes(layer: nn.Module) -> bool:
     """Return ``sigmoid_normalize`` of the innermost configuration around a layer that has one, or False."""
     for config in _configs(layer):
         if (normalize := getattr(config, NORMALIZE, None)) is not None:
@@ -135,26 +160,6 @@ def normalizes(layer: nn.Module) -> bool:
     return False
 
 
-def error_of(layer: nn.Module, reason: str) -> ValueError:
-    """Return an error that names a layer."""
-    return ValueError(f'{type(layer).__name__} with attn_implementation="{NAME}": {reason}')
-
-
-def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[AttentionBias | CallObserver, bool]:
-    observer = vars(layer).get(ATTRIBUTE)
-    if isinstance(observer, CallObserver):
-        return observer, True
-    bias, normalize = layer_bias(layer), normalizes(layer)
-    if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
-        raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
-    return bias if isinstance(bias, nn.Module) else _rule(bias), normalize  # perhaps within a wrapper of peft
-
-
-@functools.cache
-def _rule(bias: float | None) -> AttentionBias:
-    return VisibleKeysBias() if bias is None else ConstantBias(bias)
-
-
 def _configs(layer: nn.Module) -> tuple[PretrainedConfig | None, ...]:
     innermost: tuple[PretrainedConfig | None, ...] = (getattr(layer, "config", None),)
     configs: tuple[PretrainedConfig | None, ...] = getattr(layer, CONFIGS, innermost)
@@ -162,9 +167,8 @@ def _configs(layer: nn.Module) -> tuple[PretrainedConfig | None, ...]:
 
 
 def _configured_bias(layer: nn.Module) -> Bias | dict[str, Any]:
-    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the model's default."""
-    configs = _configs(layer)
-    for config in configs:
+    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or "log_visible"."""
+    for config in _configs(layer):
         if (bias := getattr(config, "sigmoid_bias", None)) is not None:
             return bias if isinstance(bias, dict) else validate_bias(bias)
-    return default_bias(configs)
+    return LOG_VISIBLE

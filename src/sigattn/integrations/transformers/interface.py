@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +12,16 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from sigattn.integrations.transformers.check import KeptSoftmax
-from sigattn.integrations.transformers.configured import ATTRIBUTE, error_of, layer_bias, normalizes
+from sigattn.integrations.transformers.configured import error_of, layer_settings
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
-from sigattn.integrations.transformers.saving import (
-    LOG_VISIBLE,
-    NAME,
-    NORMALIZE,
-    Bias,
-    set_default_bias,
-    validate_bias,
-    wrap_saving,
-)
+from sigattn.integrations.transformers.saving import NAME, NORMALIZE, wrap_saving
 from sigattn.integrations.transformers.selection import wrap_selection
-from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.problem import Problem, combine_window, log_length_bias, log_size_bias, make_problem
+from sigattn.ops.problem import Problem, make_problem
 
 _SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_SINKS}
@@ -74,18 +67,32 @@ class Call(NamedTuple):
     scale: float | None
     softcap: float
 
-    def sigmoid(self, bias: float | Tensor | None, normalize: bool = False) -> Tensor:
-        """Return the output of sigmoid attention with a bias, (B, Hq, N, Dv)."""
+    def attend(self, bias: AttentionBias | float | CallObserver | KeptSoftmax, normalize: bool) -> Tensor:
+        """Return the output, (B, Hq, N, Dv), for the settings of a layer (``layer_settings``)."""
+        if isinstance(bias, KeptSoftmax):
+            return self.softmax()
+        if isinstance(bias, CallObserver):
+            result: Tensor = bias.answer(
+                *(self.query, self.key, self.value, self.mask),
+                softmax=self.softmax,
+                normalized=lambda b: self.attend(b, True),
+                is_causal=self.causal,
+                scale=self.scale,
+                softcap=self.softcap,
+            )
+            return result
+        b: float | Tensor | None
+        if isinstance(bias, float):
+            b = bias
+        else:
+            b = evaluate_bias(bias, self.query, self.key, self.mask, is_causal=self.causal)
         return sigmoid_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.mask,
-            self.dropout,
-            self.causal,
-            self.scale,
+            *(self.query, self.key, self.value, self.mask),
+            dropout_p=self.dropout,
+            is_causal=self.causal,
+            scale=self.scale,
             enable_gqa=True,
-            bias=bias,
+            bias=b,
             softcap=self.softcap,
             normalize=normalize,
         )
@@ -105,33 +112,8 @@ class Call(NamedTuple):
         return reference.combine(problem, F.dropout(weights, self.dropout)).to(query.dtype)
 
 
-Observer = Callable[[nn.Module, Call], Tensor]
-_observers: list[Observer] = []
-
-
-@contextlib.contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
-    """Within the context, let ``observer`` compute the output of each call, (B, Hq, N, Dv), from layer and call."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-def register(bias: Bias = LOG_VISIBLE) -> None:
-    """Register ``attn_implementation="sigmoid"`` with transformers, and set the bias of models without one.
-
-    The import of the package registers it, too, with "log_visible".
-
-    Args:
-        bias: b of the models that are built from now on and whose configurations have no ``sigmoid_bias``: a number, or
-            "log_visible". Models that exist keep theirs.
-
-    Raises:
-        ValueError: for another bias.
-    """
-    set_default_bias(validate_bias(bias))
+def register() -> None:
+    """Register ``attn_implementation="sigmoid"`` with transformers, as the import of the package does."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sigmoid_mask)
     wrap_selection()
@@ -184,12 +166,12 @@ def attention(
         mask, causal = combine(mask, position_bias, limits), False
     scaling = float(scaling) if isinstance(scaling, int) else scaling  # 1 in Dia
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
+    bias, normalize = layer_settings(module)
     if (name := next((n for n in _SINKS if kwargs.get(n) is not None), None)) is not None:
-        if not (_observers or normalizes(module) or isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax)):
+        if not normalize:
             raise error_of(module, f"{name}: an attention sink acts by the sum of a row: set config.{NORMALIZE} = True")
         call = _with_sink(call, kwargs[name])
-    out = _observers[-1](module, call) if _observers else _sigmoid(module, call)
-    return out.transpose(1, 2).contiguous(), None
+    return call.attend(bias, normalize).transpose(1, 2).contiguous(), None
 
 
 def _with_sink(call: Call, logits: Tensor) -> Call:
@@ -228,24 +210,3 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
             )
         limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
     return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
-
-
-def _sigmoid(module: nn.Module, call: Call) -> Tensor:
-    """Return the layer's output, (B, Hq, N, Dv): of sigmoid attention, or of softmax where it was kept."""
-    if isinstance(getattr(module, ATTRIBUTE, None), KeptSoftmax):
-        return call.softmax()
-    return call.sigmoid(_bias(module, call), normalizes(module))
-
-
-def _bias(module: nn.Module, call: Call) -> float | Tensor:
-    """Return b: a number, or broadcastable to (B, Hq, N, 1)."""
-    bias = layer_bias(module)
-    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
-    if isinstance(bias, nn.Module):  # perhaps within a wrapper of peft
-        return evaluate_bias(bias, call.query, num_keys, call.mask, is_causal=call.causal)
-    if bias is not None:
-        return bias
-    if call.mask is None and not call.causal:
-        return log_size_bias(num_keys, call.query.device)
-    window = combine_window(None, call.causal)
-    return log_length_bias(visible_per_query(call.mask, num_queries, num_keys, window, call.query.device))

@@ -14,7 +14,6 @@ so that the part can be loaded alone.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +21,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.check import KeptSoftmax, sub_configs
-from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention, restore_class
+from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGS, is_attention, restore_class
+from sigattn.integrations.transformers.saving import NORMALIZE, restored
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 Record = dict[str, dict[str, Any]]
-
-
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, KeptSoftmax)}
 
 
 def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
@@ -73,36 +70,25 @@ def _base_name(model: PreTrainedModel, name: str) -> str:
 
 
 def describe(bias: nn.Module) -> dict[str, Any]:
-    """Return the kind and the settings of a bias, from which ``create`` makes one with initial values.
-
-    Raises:
-        TypeError: if the bias is of another kind.
-    """
-    kind = type(bias).__name__
-    if _KINDS.get(kind) is not type(bias):
-        raise TypeError(f"{kind} cannot be saved in a configuration: use VisibleKeysLinearBias")
-    return {"kind": kind, **{name: getattr(bias, name) for name in _settings(kind)}}
-
-
-def _settings(kind: str) -> list[str]:
-    return [name for name in inspect.signature(_KINDS[kind]).parameters if name not in ("args", "kwargs")]
+    """Return the kind and the sizes of a bias, from which ``create`` makes one; TypeError for one of another kind."""
+    if type(bias) is KeptSoftmax:
+        return {"kind": KeptSoftmax.__name__}
+    if type(bias) is VisibleKeysLinearBias:
+        return {"kind": VisibleKeysLinearBias.__name__, "num_heads": bias.num_heads}
+    raise TypeError(f"{type(bias).__name__} cannot be saved in a configuration: use VisibleKeysLinearBias")
 
 
 def create(entry: Any) -> nn.Module:
-    """Return a bias of the kind and settings of an entry of a record, in float32.
-
-    Raises:
-        ValueError: if this version has no such kind, or it has other settings.
-    """
-    settings = dict(entry) if isinstance(entry, dict) else {}
-    kind = settings.pop("kind", None)
-    if kind not in _KINDS or set(settings) != set(_settings(kind)):
-        raise ValueError(
-            f"config.sigmoid_bias has {entry!r} for a layer, which is no bias of this version of sigattn "
-            f"({', '.join(_KINDS)}): load the model with the version that saved it"
-        )
-    module: nn.Module = _KINDS[kind](**settings).float()
-    return module
+    """Return a bias of an entry of a record, in float32 and with initial values; ValueError for an unknown entry."""
+    if entry == {"kind": KeptSoftmax.__name__}:
+        return KeptSoftmax()
+    num_heads: Any = entry.get("num_heads") if isinstance(entry, dict) else None
+    if entry == {"kind": VisibleKeysLinearBias.__name__, "num_heads": num_heads}:
+        return VisibleKeysLinearBias(num_heads).float()
+    raise ValueError(
+        f"config.sigmoid_bias has {entry!r} for a layer, which is no bias of this version of sigattn "
+        "(VisibleKeysLinearBias, KeptSoftmax): load the model with the version that saved it"
+    )
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -133,23 +119,18 @@ def is_kept(model: PreTrainedModel, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(model: PreTrainedModel, inherited: Any = None) -> Iterator[None]:
-    """Give the configurations of a model the ``sigmoid_bias`` with which it is to be saved; restore them afterwards.
+def recorded(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, the configurations of a model have the settings with which it is to be saved.
 
-    Args:
-        model: the model. inherited: a value for its configuration if it has none, and no learned biases.
+    These are the records of learned biases, and for a part of a composite model the values of those around it.
     """
-    values: list[tuple[PretrainedConfig, Any]] = [*records(model)]
-    if inherited is not None and model.config not in [config for config, _ in values]:
-        values.append((model.config, inherited))
-    before = [(config, getattr(config, ATTRIBUTE, None)) for config, _ in values]
-    try:
-        for config, value in values:
-            config.sigmoid_bias = value
+    settings: list[tuple[PretrainedConfig, str, Any]] = [(c, ATTRIBUTE, record) for c, record in records(model)]
+    for name in (ATTRIBUTE, NORMALIZE):
+        values = (getattr(config, name, None) for config in (model.config, *getattr(model, CONFIGS, ())))
+        value = next((v for v in values if v is not None), None)
+        if value is not None and not isinstance(value, dict):  # a record is of the layers of the whole
+            settings.insert(0, (model.config, name, value))
+    with restored([config for config, _, _ in settings], always=True):
+        for config, name, value in settings:
+            setattr(config, name, value)
         yield
-    finally:
-        for config, value in before:
-            if value is None:
-                delattr(config, ATTRIBUTE)
-            else:
-                config.sigmoid_bias = value

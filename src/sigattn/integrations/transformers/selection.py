@@ -6,10 +6,10 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from sigattn.integrations.transformers.configured import (
     restore_class,
 )
 from sigattn.integrations.transformers.mask import ADDED
-from sigattn.integrations.transformers.saving import NAME, NORMALIZE, keep_default_bias, restored
+from sigattn.integrations.transformers.saving import NAME, read_implementation, restored
 from sigattn.nn import fitted_bias
 from sigattn.nn.softmax_calls import known_for_another_softmax
 
@@ -41,19 +41,17 @@ def wrap_selection() -> None:
         "post_init": _post_init,
         "set_attn_implementation": _set_attn_implementation,
         "save_pretrained": _save_pretrained,
+        "_check_and_adjust_attn_implementation": _check_and_adjust_attn_implementation,
         "_initialize_weights": _initialize_weights,
         "_can_set_attn_implementation": _can_set_attn_implementation,
     }
     for name, wrap in wrappers.items():
         original = getattr(PreTrainedModel, name)
-        original = getattr(original, "__func__", original)  # of a class method
-        if not hasattr(original, "sigattn"):
-            wrapped: Any = functools.wraps(original)(wrap(original))
+        function = getattr(original, "__func__", original)
+        if not hasattr(function, "sigattn"):
+            wrapped: Any = functools.wraps(function)(wrap(function))
             wrapped.sigattn = True
-            setattr(PreTrainedModel, name, classmethod(wrapped) if name in _CLASS_METHODS else wrapped)
-
-
-_CLASS_METHODS = {"_can_set_attn_implementation"}
+            setattr(PreTrainedModel, name, wrapped if function is original else classmethod(wrapped))
 
 
 def _can_set_attn_implementation(original: Any) -> Any:
@@ -110,32 +108,44 @@ def _set_attn_implementation(original: Any) -> Any:
 
 
 def _save_pretrained(original: Any) -> Any:
-    """Save a model with its learned biases, and a part of a composite model with the number that holds for it."""
+    """Save a model with its learned biases, and a part of a composite model with the settings that hold for it."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        values = [getattr(config, "sigmoid_bias", None) for config in getattr(self, CONFIGS, ())]
-        inherited = next((value for value in values if value is not None), None)
-        if isinstance(inherited, dict) or getattr(self.config, "sigmoid_bias", None) is not None:
-            inherited = None  # a record is of the layers of the whole
-        with learned_bias.recorded(self, inherited), _normalize_recorded(self):
+        with learned_bias.recorded(self):
             return original(self, *args, **kwargs)
 
     return wrapped
 
 
-@contextlib.contextmanager
-def _normalize_recorded(model: PreTrainedModel) -> Iterator[None]:
-    """Give the configuration of a part the ``sigmoid_normalize`` that holds for it; remove it afterwards."""
-    values = [getattr(config, NORMALIZE, None) for config in getattr(model, CONFIGS, ())]
-    inherited = next((value for value in values if value is not None), None)
-    if inherited is None or getattr(model.config, NORMALIZE, None) is not None:
-        yield
-        return
-    setattr(model.config, NORMALIZE, inherited)
-    try:
-        yield
-    finally:
-        delattr(model.config, NORMALIZE)
+def _check_and_adjust_attn_implementation(original: Any) -> Any:
+    """Let ``sigmoid_bias`` of a configuration select sigmoid attention, or warn that it is ignored."""
+
+    def wrapped(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        attn_implementation = read_implementation(attn_implementation)  # from before this package was imported
+        bias = getattr(self.config, "sigmoid_bias", None)
+        if bias is not None and attn_implementation is None:
+            attn_implementation = NAME
+            _select_in_parts(self.config)
+        elif bias is not None and attn_implementation != NAME:
+            shown = f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
+            warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
+                f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {shown} of '
+                f'{type(self.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
+                stacklevel=2,
+            )
+        implementation: str = original(self, attn_implementation, *args, **kwargs)
+        return implementation
+
+    return wrapped
+
+
+def _select_in_parts(config: PretrainedConfig) -> None:
+    """Select "sigmoid" in the sub-configurations for which no implementation was chosen."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part._attn_implementation_internal is None:
+            part._attn_implementation_internal = NAME
+            _select_in_parts(part)
 
 
 def _initialize_weights(original: Any) -> Any:
@@ -244,7 +254,6 @@ def _attach(
     """
     config = getattr(module, "config", None)
     if isinstance(config, PretrainedConfig):
-        keep_default_bias(config)
         around = (*around, config)
         if not any(type(config) is type(c) for c in configs):
             configs = (config, *configs)
