@@ -1,5 +1,6 @@
 """Configurations: parts with biases of their own, fields of other code, and requests for attention weights."""
 
+import copy
 import pickle
 
 import pytest
