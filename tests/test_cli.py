@@ -1,13 +1,17 @@
 """The command line: demo, info, and errors of one line."""
 
+import io
 import json
 import re
 import signal
+import sys
 
 import pytest
 
 import sigattn
 from sigattn import cli
+from sigattn.cli.errors import exit_on_errors
+from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.metrics import read_metrics
 
@@ -80,6 +84,23 @@ def test_info(capsys):
         assert expected in said
     for dtype in ("float32", "bfloat16", "float16", "float64"):  # each has one default on each device
         assert said.count(f" {dtype} (default)") == said.count("\non ")
+
+
+def test_a_terminal_without_unicode(monkeypatch):
+    """Characters that it lacks are replaced; they raised UnicodeEncodeError."""
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    with exit_on_errors("sigattn"):
+        print("σ 1 ± 2", flush=True)
+    assert screen.getvalue() == b"? 1 ? 2\n"
+
+
+def test_recipes_fit_a_terminal_of_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["recipes"])
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(line.startswith(f" {name} ") for line in lines) for name in RECIPES)
 
 
 def test_version(capsys):

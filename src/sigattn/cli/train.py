@@ -114,9 +114,12 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
         if name is not None:
             _print_recipe(name)
             return
-        rows = [[name, *find_recipe(name).guide_row().values()] for name in RECIPES]
-    columns = ("recipe", "domain", "objective", "size", "position", "QK", "LS", "bias", "norm")
-    print_table(columns, rows, min_width=118)
+        guide = {name: list(find_recipe(name).guide_row().values()) for name in RECIPES}
+        # in 80 columns: the name has the domain
+        rows = [
+            [name, row[1].partition(" (")[0], *row[2:-1], row[-1].removesuffix("-Norm")] for name, row in guide.items()
+        ]
+    print_table(("recipe", "objective", "size", "position", "QK", "LS", "bias", "norm"), rows)
     print("QK: QK-norm. LS: LayerScale. bias: of the sigmoid. norm: placement of norms.")
     print("sigattn recipes NAME prints every setting; sigattn train NAME --tiny trains a small form.")
 
