@@ -134,11 +134,11 @@ class TestBatches:
         monkeypatch.setattr(Speech, "_wave", None)  # nothing is read again
         assert torch.equal(data.batch(0, 1000, seed=0)[0], first)
         monkeypatch.undo()
-        monkeypatch.setattr(speech, "_KEPT_BYTES", 100_000)
+        monkeypatch.setattr(speech, "MAX_CACHED_BYTES", 100_000)
         limited = self.data(digits)
         for _ in range(2):
             limited.batch(0, 1000, seed=0)
-        assert 0 < sum(frames.nbytes for frames in limited._kept.values()) == limited._kept_bytes <= 100_000
+        assert 0 < sum(frames.nbytes for frames in limited._cached_frames.values()) == limited._cached_bytes <= 100_000
 
     def test_broken_recordings_are_counted_and_left_out(self, digits, capsys):
         data = self.data(digits)

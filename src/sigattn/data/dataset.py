@@ -66,10 +66,10 @@ class UnreadableFiles:
         """Return one line for the end of a run; empty if every file could be read."""
         if not self.errors:
             return ""
-        more = f" and {len(self) - MAX_NAMED} more" if len(self) > MAX_NAMED else ""
+        others = f" and {len(self) - MAX_NAMED} more" if len(self) > MAX_NAMED else ""
         return (
             f"{len(self)} of {self.total:,} {self.kind}s could not be read and were left out: "
-            f"{', '.join(list(self.errors)[:MAX_NAMED])}{more}"
+            f"{', '.join(list(self.errors)[:MAX_NAMED])}{others}"
         )
 
 

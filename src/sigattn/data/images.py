@@ -30,34 +30,28 @@ def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Ca
         from torchvision.transforms import v2
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 
-    def crop(pixels: int, low: float, *more: Any) -> Any:
-        return v2.Compose([v2.RandomResizedCrop(pixels, (low, 1.0)), v2.RandomHorizontalFlip(), *more, *finish])
-
     if augmentation == "none":
         return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+
+    def view(pixels: int, low: float, high: float = 1.0, *augmentations: Any) -> Any:
+        crop = v2.RandomResizedCrop(pixels, (low, high))
+        return v2.Compose([crop, v2.RandomHorizontalFlip(), *augmentations, *finish])
+
+    def coloured_view(pixels: int, low: float, high: float, blur: float = 0.5, solarize: float = 0.0) -> Any:
+        colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
+        blurred = v2.GaussianBlur(23, (0.1, 2.0))
+        random = (v2.RandomApply([colours], 0.8), v2.RandomGrayscale(0.2), v2.RandomApply([blurred], blur))
+        return view(pixels, low, high, *random, v2.RandomSolarize(128, solarize))
+
     if augmentation == "crop":
-        return crop(size, 0.2)
+        return view(size, 0.2)
     if augmentation == "randaugment":
-        return crop(size, 0.08, v2.RandAugment())
-    colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
-
-    def view(pixels: int, scale: tuple[float, float], blur: float = 0.5, solarize: float = 0.0) -> Any:
-        return v2.Compose(
-            [
-                v2.RandomResizedCrop(pixels, scale),
-                v2.RandomHorizontalFlip(),
-                v2.RandomApply([colours], 0.8),
-                v2.RandomGrayscale(0.2),
-                v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))], blur),
-                v2.RandomSolarize(128, solarize),
-                *finish,
-            ]
-        )
-
+        return view(size, 0.08, 1.0, v2.RandAugment())
     if augmentation == "simclr":
-        return functools.partial(_views, [view(size, (0.08, 1.0))] * 2)
-    large, small = (0.4, 1.0), view(16 * round(size * 96 / 224 / 16) or 16, (0.05, 0.4))
-    return functools.partial(_views, [view(size, large, 1.0), view(size, large, 0.1, 0.2)] + [small] * SMALL_VIEWS)
+        return functools.partial(_views, [coloured_view(size, 0.08, 1.0)] * 2)
+    large = [coloured_view(size, 0.4, 1.0, 1.0), coloured_view(size, 0.4, 1.0, 0.1, 0.2)]
+    small = coloured_view(16 * round(size * 96 / 224 / 16) or 16, 0.05, 0.4)
+    return functools.partial(_views, large + [small] * SMALL_VIEWS)
 
 
 def _views(transforms: list[Callable[[Any], Tensor]], image: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, Unrea
 from sigattn.data.speech_features import log_mel, spec_augment
 from sigattn.files import files_sha256
 
-_KEPT_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
+MAX_CACHED_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
 
 
 @functools.cache
@@ -90,8 +90,8 @@ class Speech(Data):
         self._archive, self._source = {} if archive is None else read_archive(archive), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
-        self._kept: dict[Utterance, Tensor] = {}
-        self._kept_bytes = 0
+        self._cached_frames: dict[Utterance, Tensor] = {}
+        self._cached_bytes = 0
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return frames (B, T, num_mel_bins), lengths (B,), targets (B, C) and target lengths (B,).
@@ -107,7 +107,7 @@ class Speech(Data):
         if not samples:  # replaced by the next readable utterance
             indices = range(len(self.training))
             others = itertools.chain(indices[local[-1] + 1 :], indices[: local[-1]])
-            samples = next((found for i in others if (found := self._readable([i]))), [])
+            samples = next((one for i in others if (one := self._readable([i]))), [])
         if not samples:
             raise DataError("no recording to train on can be read")
         return batch_type(
@@ -177,10 +177,10 @@ class Speech(Data):
     def _frames(self, utterance: Utterance) -> Tensor | None:
         """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read.
 
-        The frames of the first utterances are kept, up to ``_KEPT_BYTES``.
+        The frames of the first utterances are cached, up to ``MAX_CACHED_BYTES``.
         """
-        if utterance in self._kept:
-            return self._kept[utterance]
+        if utterance in self._cached_frames:
+            return self._cached_frames[utterance]
         parts, rate = [], 0
         for piece in utterance.pieces:
             try:
@@ -190,9 +190,9 @@ class Speech(Data):
                 return None
             parts.append(wave)
         frames = log_mel(torch.cat(parts), rate, self.num_mel_bins)
-        if self._kept_bytes + frames.nbytes <= _KEPT_BYTES:
-            self._kept[utterance] = frames
-            self._kept_bytes += frames.nbytes
+        if self._cached_bytes + frames.nbytes <= MAX_CACHED_BYTES:
+            self._cached_frames[utterance] = frames
+            self._cached_bytes += frames.nbytes
         return frames
 
     def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:

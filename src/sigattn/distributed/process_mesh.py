@@ -70,8 +70,8 @@ class ProcessMesh:
             SettingsError: a ValueError, if their product does not divide the number of processes.
         """
         if self.world_size % (tensor_parallel * context_parallel):
-            both = f" and context_parallel={context_parallel} do" if context_parallel > 1 else " does"
-            raise SettingsError(f"tensor_parallel={tensor_parallel}{both} not divide the {self.world_size} processes")
+            others = f" and context_parallel={context_parallel} do" if context_parallel > 1 else " does"
+            raise SettingsError(f"tensor_parallel={tensor_parallel}{others} not divide the {self.world_size} processes")
         if self.world_size == 1:
             return self
         data, kind = self.world_size // (tensor_parallel * context_parallel), self.device.type
@@ -118,8 +118,8 @@ class ProcessMesh:
         none, lowest = torch.zeros(0, device=self.device), torch.full((1,), -math.inf, device=self.device)
         sums = []
         for name in ("row_mass_mean", "hoyer_sparsity"):
-            each = torch.cat([none, *(getattr(s, name).nanmean(1) for s in statistics)])  # (layers · samples,)
-            sums += [each.nansum(), (~each.isnan()).sum().to(each.dtype)]
+            means = torch.cat([none, *(getattr(s, name).nanmean(1) for s in statistics)])  # (layers · samples,)
+            sums += [means.nansum(), (~means.isnan()).sum().to(means.dtype)]
         total, largest = torch.stack(sums), torch.cat([lowest, *(s.max_logit.flatten() for s in statistics)]).max()
         if self.world_size > 1:
             dist.all_reduce(total)

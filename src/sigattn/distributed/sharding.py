@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +54,10 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if narrow is not None:
             full = replace(policy, param_dtype=None)
-            for part in module.modules():
-                if getattr(part, "full_precision", False) and next(part.parameters(), None) is not None:
+            for layer in module.modules():
+                if getattr(layer, "full_precision", False) and next(layer.parameters(), None) is not None:
                     # gathered until the backward pass, because output_scale uses the parameters after the forward
-                    fully_shard(part, mesh=processes.mesh["data"], mp_policy=full, reshard_after_forward=False)
+                    fully_shard(layer, mesh=processes.mesh["data"], mp_policy=full, reshard_after_forward=False)
         for block in getattr(module, "blocks", []):
             fully_shard(block, mesh=processes.mesh["data"], mp_policy=policy)
         fully_shard(module, mesh=processes.mesh["data"], mp_policy=policy)
@@ -70,18 +70,18 @@ def _apply_tensor_parallelism(module: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
-    for part in list(module.modules()):
-        split = getattr(part, "tp_plan", None)
+    for layer in list(module.modules()):
+        split = getattr(layer, "tp_plan", None)
         if split:
-            shard_heads = getattr(part, "shard_heads", None)
+            shard_heads = getattr(layer, "shard_heads", None)
             if shard_heads is not None:
                 shard_heads(mesh.get_local_rank(), mesh.size())
             for name, way in split.items():
-                linear: Any = part.get_submodule(name)
+                linear: Any = layer.get_submodule(name)
                 features = linear.out_features if way == "columns" else linear.in_features
                 if features % mesh.size():
                     raise ValueError(f"{features} hidden features do not divide among {mesh.size()} processes")
-            parallelize_module(part, mesh, {name: styles[way]() for name, way in split.items()})
+            parallelize_module(layer, mesh, {name: styles[way]() for name, way in split.items()})
 
 
 def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
@@ -91,10 +91,10 @@ def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
     """
     if processes.mesh is not None and processes.tp_size > 1:
         group = processes.mesh.get_group("tensor")
-        for part in module.modules():
-            split: Any = getattr(part, "tp_plan", ())
-            if split and hasattr(part, "shard_heads"):
-                for name, parameter in part.named_parameters():
+        for layer in module.modules():
+            split: Any = getattr(layer, "tp_plan", ())
+            if split and hasattr(layer, "shard_heads"):
+                for name, parameter in layer.named_parameters():
                     if name.split(".")[0] not in split and parameter.grad is not None:
                         dist.all_reduce(to_local(parameter.grad), group=group)
     groups: dict[Any, list[Tensor]] = {}
@@ -150,9 +150,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    state: Any = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    whole: dict[str, Tensor] = state
-    return whole
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
 
 
 def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:

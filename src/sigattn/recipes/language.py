@@ -26,8 +26,7 @@ def lm_85m_2k() -> Recipe:
 
     sigattn train lm-85m-2k --data REDPAJAMA            (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes lm-85m-2k``, an estimate by FLOPs. Paper: training loss
-    equals softmax's (Fig. "85m_4k_nll", at 4096 tokens).
+    Hardware: 8 GPUs of 80 GB. Paper: training loss equals softmax's (Fig. "85m_4k_nll", at 4096 tokens).
     """
     return _language("lm-85m-2k", num_layers=12, embed_dim=768, num_heads=12, max_seq_len=2048,
                      batch_tokens=MILLION, steps=400_000)  # fmt: skip
@@ -50,8 +49,8 @@ def lm_1b_2k_hybrid() -> Recipe:
 
     sigattn train lm-1b-2k-hybrid --data REDPAJAMA      (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 64 GPUs of 80 GB. Time: see ``sigattn recipes lm-1b-2k-hybrid``, an estimate by FLOPs. Paper: average of
-    nine evaluations 49.4 (Table "lm_norm_ablations"), softmax with hybrid-norm 50.9.
+    Hardware: 64 GPUs of 80 GB. Paper: average of nine evaluations 49.4 (Table "lm_norm_ablations"), softmax with
+    hybrid-norm 50.9.
     """
     return _language("lm-1b-2k-hybrid", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
                      batch_tokens=MILLION, steps=300_000,
@@ -171,8 +170,7 @@ def _lm_kappa(k: int, parameters: str) -> Callable[[], Recipe]:
 
     sigattn train lm-kappa-{k} --data C4                 (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-{k}``, an estimate by FLOPs. Paper: Figs.
-    "layerscale_ablation", "qk_norm_ablation".
+    Hardware: 1 GPU. Paper: Figs. "layerscale_ablation", "qk_norm_ablation".
     """
     return recipe
 
@@ -182,8 +180,8 @@ def lm_realnews() -> Recipe:
 
     sigattn train lm-realnews --data C4                 (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 1 GPU of 80 GB. Time: see ``sigattn recipes lm-realnews``, an estimate by FLOPs. Paper: sigmoid equals
-    softmax with ALiBi, and with RoPE and b = -10; with SinCos or RoPE and no bias its loss is higher.
+    Hardware: 1 GPU of 80 GB. Paper: sigmoid equals softmax with ALiBi, and with RoPE and b = -10; with SinCos or RoPE
+    and no bias its loss is higher.
     """
     return Recipe(
         name="lm-realnews",

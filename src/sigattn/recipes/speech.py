@@ -31,9 +31,8 @@ def asr_ls960() -> Recipe:
 
     sigattn train asr-ls960 --data LIBRISPEECH          (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls960``, an estimate by FLOPs. Paper: word error rate 2.4
-    / 5.5 on test-clean / test-other, softmax 2.3 / 5.7; also with RoPE (2.3 / 5.4) and ALiBi (2.3 / 5.1):
-    ``--model.position``.
+    Hardware: 8 GPUs of 80 GB. Paper: word error rate 2.4 / 5.5 on test-clean / test-other, softmax 2.3 / 5.7; also with
+    RoPE (2.3 / 5.4) and ALiBi (2.3 / 5.1): ``--model.position``.
     """
     return _ls960("asr-ls960")
 
@@ -43,8 +42,8 @@ def asr_ls960_hybrid() -> Recipe:
 
     sigattn train asr-ls960-hybrid --data LIBRISPEECH   (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls960-hybrid``, an estimate by FLOPs. Paper: word error
-    rate 2.2 / 5.0 on test-clean / test-other (Table "asr-results-ext"), softmax 2.2 / 5.5.
+    Hardware: 8 GPUs of 80 GB. Paper: word error rate 2.2 / 5.0 on test-clean / test-other (Table "asr-results-ext"),
+    softmax 2.2 / 5.5.
     """
     return _ls960("asr-ls960-hybrid", position="rope", qk_norm="none", attention_bias=0.0,
                   norm_placement="hybrid_attention")  # fmt: skip
@@ -55,9 +54,8 @@ def asr_conformer_ls960() -> Recipe:
 
     sigattn train asr-conformer-ls960 --data LIBRISPEECH    (--tiny --data FSDD: spoken digits, 8 minutes on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-conformer-ls960``, an estimate by FLOPs. Paper: word
-    error rate 2.5 / 5.8 on test-clean / test-other, softmax 2.5 / 5.6. With the front end that the text describes the
-    model has 97M parameters, not the table's 104M.
+    Hardware: 8 GPUs of 80 GB. Paper: word error rate 2.5 / 5.8 on test-clean / test-other, softmax 2.5 / 5.6. With the
+    front end that the text describes the model has 97M parameters, not the table's 104M.
     """
     model = SpeechModelConfig(
         num_layers=16, embed_dim=512, num_heads=4, mlp_dim=2048, block_kind="conformer", position="rope", dropout=0.1
@@ -75,8 +73,8 @@ def asr_ls100_post() -> Recipe:
 
     sigattn train asr-ls100-post --data LIBRISPEECH     (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-post``, an estimate by FLOPs. Paper: word error
-    rate 8.4 / 22.7 on test-clean / test-other with CAPE, softmax 6.5 / 18.2.
+    Hardware: 8 GPUs of 80 GB. Paper: word error rate 8.4 / 22.7 on test-clean / test-other with CAPE, softmax 6.5 /
+    18.2.
     """
     model = SpeechModelConfig(norm_placement="post", position="cape", dropout=0.3, layer_drop=0.3)
     training = _training(
@@ -108,8 +106,8 @@ def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Call
 
     sigattn train asr-ls100-{layers} --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
-    No QK-norm. Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-{layers}``, an estimate by FLOPs.
-    Paper: word error rate {sigmoid} on test-clean / test-other, softmax {softmax}.
+    No QK-norm. Hardware: 8 GPUs of 80 GB. Paper: word error rate {sigmoid} on test-clean / test-other, softmax
+    {softmax}.
     """
     return recipe
 

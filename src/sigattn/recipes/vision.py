@@ -28,9 +28,8 @@ def vit_supervised() -> Recipe:
 
     sigattn train vit-supervised --data IMAGENET        (--tiny: digits, about a minute on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-supervised``, an estimate by FLOPs. Paper: sigmoid
-    matches softmax in training loss and test top-1 (Fig. "test_top1_results"); without LayerScale its top-1 is 1 %
-    lower (Fig. "imagenet_top_1_ablations").
+    Hardware: 8 GPUs of 80 GB. Paper: sigmoid matches softmax in training loss and test top-1 (Fig.
+    "test_top1_results"); without LayerScale its top-1 is 1 % lower (Fig. "imagenet_top_1_ablations").
     """
     return Recipe(
         name="vit-supervised",
@@ -49,8 +48,7 @@ def vit_byol() -> Recipe:
 
     sigattn train vit-byol --data IMAGENET              (--tiny: digits, about 3 minutes on 2 cores)
 
-    Hardware: 32 GPUs of 80 GB. Time: see ``sigattn recipes vit-byol``, an estimate by FLOPs. Paper: the linear probe
-    matches softmax's.
+    Hardware: 32 GPUs of 80 GB. Paper: the linear probe matches softmax's.
     """
     return Recipe(
         name="vit-byol",
@@ -69,8 +67,7 @@ def vit_simclr() -> Recipe:
 
     sigattn train vit-simclr --data IMAGENET            (--tiny: digits, about 2 minutes on 2 cores)
 
-    Hardware: 16 GPUs of 80 GB. Time: see ``sigattn recipes vit-simclr``, an estimate by FLOPs. Paper: the linear probe
-    matches softmax's.
+    Hardware: 16 GPUs of 80 GB. Paper: the linear probe matches softmax's.
     """
     return Recipe(
         name="vit-simclr",
@@ -89,8 +86,7 @@ def vit_mae() -> Recipe:
 
     sigattn train vit-mae --data IMAGENET               (--tiny: digits, about a minute on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-mae``, an estimate by FLOPs. Paper: matches softmax after
-    fine-tuning.
+    Hardware: 8 GPUs of 80 GB. Paper: matches softmax after fine-tuning.
     """
     encoder = ViTConfig(**SIZES["L"], position="learnable", attention_bias="log_batch", num_classes=0)
     return Recipe(

@@ -97,8 +97,8 @@ class BYOL(Task):
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         loss, count, projections = 0.0, 0, []
         for views in batches:
-            one, targets = self._compare(module, views)
-            loss, count = loss + one.item() * len(views[0]), count + len(views[0])
+            batch_loss, targets = self._compare(module, views)
+            loss, count = loss + batch_loss.item() * len(views[0]), count + len(views[0])
             projections.append(targets)
         if not projections:
             raise no_batches()

@@ -61,8 +61,8 @@ class CTC(Task):
         loss, samples, references, hypotheses = 0.0, 0, [], []
         for frames, lengths, targets, target_lengths in batches:
             log_probabilities, steps = module(frames, lengths)
-            one = _ctc_loss(log_probabilities, steps, targets, target_lengths)
-            loss, samples = loss + one.item() * len(frames), samples + len(frames)
+            batch_loss = _ctc_loss(log_probabilities, steps, targets, target_lengths)
+            loss, samples = loss + batch_loss.item() * len(frames), samples + len(frames)
             hypotheses += self.decode(log_probabilities, steps)
             references += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]
         if not references:

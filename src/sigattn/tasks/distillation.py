@@ -111,5 +111,5 @@ def divergence(teacher: Tensor, student: Tensor, weights: Tensor | None = None) 
         weights: (…), of each distribution in a weighted sum that replaces the mean.
     """
     student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
-    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-    return each.mean() if weights is None else (each * weights).sum()
+    divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return divergences.mean() if weights is None else (divergences * weights).sum()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,30 +147,11 @@ def exponential_lower_bound(radius: float) -> float:
     return math.sqrt(many) * share * (1 + slope)
 
 
-def unbounded_sequence(radius: float, n: int) -> Tensor:
-    """Return tokens at which softmax attention's Jacobian grows like R²: one at 0, the others at ±R (Kim et al. 2021).
-
-    The token at 0 gives all tokens the same weight, and its derivative is the variance of the tokens: dot-product
-    attention is not Lipschitz continuous on ℝ^(n × d). Neither is sigmoid attention, because of the second moment in
-    Theorem 3.2.
-    """
-    signs = torch.tensor([(-1.0) ** i for i in range(n - 1)], dtype=torch.float64)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), radius * signs]).unsqueeze(-1)
-
-
 # -- search for a counterexample --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Search:
-    """Result of ``search``: ratios of the Jacobian's norm to its bound.
-
-    Attributes:
-        cases: number of inputs.
-        exceeded: number of inputs whose norm exceeds the bound.
-        largest_random: largest ratio of the random inputs.
-        largest_searched: largest ratio of the gradient ascents.
-    """
+class Search(NamedTuple):
+    """Numbers of inputs and of those that exceed the bound; largest ratios of norm to bound, random and searched."""
 
     cases: int
     exceeded: int
@@ -203,7 +185,7 @@ def search(trials: int, climbs: int) -> Search:
 
 
 def _draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, float | None]:
-    n, d, k = (int(torch.randint(1, most, (), generator=generator)) for most in (7, 4, 3))
+    n, d, k = (int(torch.randint(1, limit, (), generator=generator)) for limit in (7, 4, 3))
 
     def randn(*shape: int) -> Tensor:
         size = 10 ** (torch.rand((), generator=generator, dtype=torch.float64) * 2 - 1)

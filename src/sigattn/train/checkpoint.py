@@ -74,10 +74,10 @@ def save(
             _write_tensors(unfinished, _state(module, optimizer, average)[0], processes)
             local_files = _file_names(unfinished)[_part_of(processes)]
             checksums = {name: files.file_sha256(unfinished / name) for name in local_files}
-        parts = processes.gather(checksums)
+        all_checksums = processes.gather(checksums)
         with _errors_on_all_processes(failure, processes):
             if processes.is_main_process:
-                files.write_checksums(unfinished, {name: digest for part in parts for name, digest in part.items()})
+                files.write_checksums(unfinished, dict(item for local in all_checksums for item in local.items()))
                 if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
                     _remove(final)
                 os.replace(unfinished, final)

@@ -164,8 +164,8 @@ class Trainer:
         tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         if self.average is not None:
             tensors += list(self.average.parameters())
-        each = [sharding.to_local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
-        return not self.processes.reduce_max(not torch.stack(each).all())
+        are_finite = [sharding.to_local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
+        return not self.processes.reduce_max(not torch.stack(are_finite).all())
 
     def _check_weights(self, step: int) -> None:
         """Raise NonFiniteLossError if a weight is not finite."""
