@@ -11,7 +11,6 @@ from benchmarks.decode import benchmark_decode
 from benchmarks.hybridnorm import benchmark_hybridnorm
 from benchmarks.kernels import benchmark_kernels
 from benchmarks.overhead import benchmark_overhead
-from benchmarks.provenance import BenchmarkError
 from benchmarks.static import benchmark_static
 from benchmarks.steps import benchmark_steps
 from benchmarks.training import benchmark_training
@@ -37,7 +36,7 @@ DESCRIPTION = "Benchmarks of the attention on the CPU or GPU. ``NAME --help`` li
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a benchmark; ``sigattn.cli.errors`` lists the exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    with exit_on_errors("benchmarks", data=(BenchmarkError,)):
+    with exit_on_errors("benchmarks"):
         run_command(BENCHMARKS, arguments, "python -m benchmarks", DESCRIPTION)
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 import sigattn
+from sigattn.validation import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 
 
-class BenchmarkError(RuntimeError):
+class BenchmarkError(UserError, RuntimeError):
     """A benchmark cannot run on this machine; the message gives the reason and the remedy."""
 
 

@@ -17,7 +17,6 @@ from typing import Annotated
 import tyro
 
 from benchmarks import provenance
-from benchmarks.provenance import BenchmarkError
 from experiments import attention_norms, compare, pages
 from experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Scale, Setting, Stored
 from experiments.registry import EXPERIMENTS, find_experiment
@@ -178,7 +177,7 @@ DESCRIPTION = "The comparison of all tasks (compare), and attention norms at ini
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run an experiment, the comparison of all tasks, or the norms; the module's docstring names the exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    with exit_on_errors("experiments", usage=(ExperimentError,), data=(BenchmarkError,)):
+    with exit_on_errors("experiments"):
         if arguments[:1] and arguments[0] in COMMANDS:
             run_command(COMMANDS, arguments, "python -m experiments", DESCRIPTION)
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.intervals import Verdict
+from sigattn.validation import SettingsError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ SPEECH: tuple[Option, ...] = (*TRAINING, "speech")
 Row = dict[str, Any]
 
 
-class ExperimentError(Exception):
+class ExperimentError(SettingsError):
     """Error of an experiment that cannot run with the given arguments; the message is one line."""
 
 

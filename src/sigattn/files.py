@@ -11,13 +11,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from sigattn.validation import UserError
+
 Kind = type | tuple[type, ...]
 TEXT_OR_NONE = (str, NoneType)
 CHECKSUMS = "SHA256SUMS"  # file of a folder, in the format of the command sha256sum
 MAX_HASHED_BYTES = 1 << 30  # collections up to this size are hashed with contents (seconds); ImageNet has 150 GB
 
 
-class FileFormatError(Exception):
+class FileFormatError(UserError):
     """A file does not have the expected content; the message is one line and names the file."""
 
 

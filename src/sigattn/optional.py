@@ -8,8 +8,10 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
+from sigattn.validation import UserError
 
-class MissingPackageError(ImportError):
+
+class MissingPackageError(UserError, ImportError):
     """A package is missing or cannot be imported; the message names it and the command that installs it."""
 
 

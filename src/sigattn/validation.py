@@ -13,7 +13,11 @@ from numbers import Integral, Real
 from pathlib import Path
 
 
-class SettingsError(ValueError):
+class UserError(Exception):
+    """Base class of errors whose cause is a setting, a file or the machine, not a defect; the message is one line."""
+
+
+class SettingsError(UserError, ValueError):
     """A setting is out of range, or settings do not fit together.
 
     Args:

@@ -14,29 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
-from sigattn.conversion import ConversionError
-from sigattn.data.dataset import DataError
-from sigattn.files import FileFormatError
-from sigattn.models.saving import ModelError
-from sigattn.optional import MissingPackageError
-from sigattn.recipes import RecipeError
-from sigattn.train.checkpoint import CheckpointError
-from sigattn.train.folder_lock import FolderInUseError
-from sigattn.train.trainer import Interrupted, NonFiniteLossError
-from sigattn.validation import SettingsError
+from sigattn.train.trainer import Interrupted
+from sigattn.validation import SettingsError, UserError
 
-USAGE_ERRORS: tuple[type[Exception], ...] = (SettingsError, RecipeError)
-DATA_ERRORS: tuple[type[Exception], ...] = (
-    ConversionError,
-    DataError,
-    CheckpointError,
-    FolderInUseError,
-    ModelError,
-    NonFiniteLossError,
-    FileFormatError,
-    MissingPackageError,
-    OSError,
-)
 MEMORY_ADVICE = (
     "lower the size of batches, models or sequences, or the number of workers; in training, grad_accum_steps and "
     "checkpoint_activations lower what a batch takes"
@@ -44,11 +24,8 @@ MEMORY_ADVICE = (
 
 
 @contextmanager
-def exit_on_errors(
-    program: str, usage: tuple[type[Exception], ...] = (), data: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """Exit with a code and one line for the errors of a command, which ``usage`` and ``data`` extend."""
-    usage = (*USAGE_ERRORS, *usage)
+def exit_on_errors(program: str) -> Iterator[None]:
+    """Exit with a code and one line for the errors of a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead
@@ -57,9 +34,9 @@ def exit_on_errors(
     except BrokenPipeError:  # the reader of the output has exited, for example head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (*usage, *DATA_ERRORS, *data) as error:
+    except (UserError, OSError) as error:
         print(f"{program}: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, usage) else 1)
+        sys.exit(2 if isinstance(error, SettingsError) else 1)
     except Interrupted as stop:
         print(f"\n{stop}\nTo resume: the same command with --resume")
         sys.exit(128 + stop.signal)

@@ -18,7 +18,7 @@ from sigattn.data.tokens import END, find_packed_tokenizer, load_tokenizer
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
-from sigattn.recipes import Recipe, RecipeError, find_recipe
+from sigattn.recipes import Recipe, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
 from sigattn.train.config import TrainConfig
@@ -107,7 +107,7 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
         settings: dict[str, Any] = {name: saving.from_dict(kind, about[name]) for name, kind in parts.items()}
         tokenizer = None if about["tokenizer"] is None else folder / TOKENIZER
         files.check_files(folder, [RUN] if tokenizer is None else [RUN, TOKENIZER])
-    except (OSError, files.FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:
+    except (OSError, files.FileFormatError, SettingsError, KeyError, TypeError) as error:
         raise DataError(f"cannot read the run in {folder}: {error}") from error
     data = None if about["data"] is None else Path(about["data"])
     return dataclasses.replace(recipe, **settings), data, tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from sigattn.files import write_text
+from sigattn.validation import UserError
 
 # In language models of 4 layers (300 steps, RoPE and ALiBi) one layer alone with an output error of 0.5 raised the loss
 # by 2 to 7 %, the first by 13 to 36 %, and all layers together by 25 to 50 %.
@@ -17,7 +18,7 @@ POOR_ERROR = 0.5
 POOR_LOSS = 1.05  # ratio to the loss of softmax
 
 
-class ConversionError(ValueError):
+class ConversionError(UserError, ValueError):
     """A model cannot be converted; the message names the layer or the batch, and the model is unchanged."""
 
 

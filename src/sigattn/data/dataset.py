@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sigattn.validation import UserError
+
 Batch = tuple[Tensor, ...]
 MAX_UNREADABLE_FRACTION = 0.5  # a larger fraction indicates a systematic problem
 MAX_NAMED = 5  # files that are reported by name
@@ -22,7 +24,7 @@ class PlaceholderBatch(tuple[Tensor, ...]):
     """
 
 
-class DataError(Exception):
+class DataError(UserError):
     """Data is missing or unusable; the message is one line."""
 
 

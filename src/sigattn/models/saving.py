@@ -24,7 +24,7 @@ from sigattn.models.config import ModelConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
-from sigattn.validation import SettingsError
+from sigattn.validation import SettingsError, UserError
 
 Config = TypeVar("Config")
 MODELS: dict[str, type[ModelConfig]] = {
@@ -37,7 +37,7 @@ MODELS: dict[str, type[ModelConfig]] = {
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """Raised for a model folder that cannot be loaded; the message is one line."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sigattn.recipes import language, speech, vision
 from sigattn.recipes.datasets import load_dataset, load_held_out
 from sigattn.recipes.recipe import DataSource, Recipe
+from sigattn.validation import SettingsError
 
 __all__ = ["RECIPES", "DataSource", "Recipe", "RecipeError", "find_recipe", "load_dataset", "load_held_out"]
 
@@ -19,7 +20,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-class RecipeError(Exception):
+class RecipeError(SettingsError):
     """Error of a name that no recipe has; the message is one line."""
 
 

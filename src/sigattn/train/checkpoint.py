@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from sigattn import files
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.distributed.sharding import to_local
-from sigattn.validation import SettingsError
+from sigattn.validation import SettingsError, UserError
 
 UNFINISHED, OLD = ".unfinished", ".old"
 ABOUT = "about.json"
@@ -32,7 +32,7 @@ FORMAT = 2  # of checkpoints; increased when older ones can no longer be read
 MAX_FILE_BYTES = 1 << 30  # of tensors in one file, which PyTorch copies in memory before it writes it
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be read or written; the message is one line."""
 
 

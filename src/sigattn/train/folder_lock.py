@@ -8,10 +8,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sigattn.validation import UserError
+
 LOCK_FILE = "run.lock"
 
 
-class FolderInUseError(Exception):
+class FolderInUseError(UserError):
     """Another process or thread is writing into the run folder; the message is one line."""
 
 

@@ -31,7 +31,7 @@ from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
-from sigattn.validation import SettingsError
+from sigattn.validation import SettingsError, UserError
 
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ class Interrupted(Exception):  # noqa: N818  (not an error)
         self.signal = signal
 
 
-class NonFiniteLossError(Exception):
+class NonFiniteLossError(UserError):
     """A loss, gradient or weight is infinite or NaN; the message names the last good checkpoint."""
 
 
