@@ -1,4 +1,4 @@
-"""Positional encodings against independent formulas, and RoPE against transformers'."""
+"""Positional encodings against independent formulas."""
 
 import math
 
@@ -7,19 +7,6 @@ import torch
 
 from sigattn.nn.cape import Cape, ImageCape
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding, image_sinusoids
-
-
-def test_rope_is_that_of_transformers():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(
-        hidden_size=64, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
-    )
-    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
-    cos, sin = llama.LlamaRotaryEmbedding(config)(q, torch.arange(3, 12)[None])
-    expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
-    ours = RotaryEmbedding(16, base=500.0)
-    for x, e in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(ours(x, 3), e)
 
 
 class TestCape:

@@ -1,0 +1,110 @@
+"""Biases by themselves: their values, names in configurations, and what they start from and learn."""
+
+import math
+
+import pytest
+import torch
+
+from sigattn.nn import (
+    Alibi,
+    AlibiKeysBias,
+    AlibiQuadraticBias,
+    Attention,
+    AttentionBias,
+    BatchLengthBias,
+    ConstantBias,
+    ContextLengthBias,
+    LearnableBias,
+    NoBias,
+    QuadraticBias,
+    QueryBias,
+    SampleLengthBias,
+    VisibleKeysBias,
+    VisibleKeysLinearBias,
+    make_bias,
+)
+from sigattn.nn.visible_keys import evaluate_bias
+
+CPU = {"device": torch.device("cpu")}
+H, E = 4, 16
+
+
+def test_values():
+    for bias, expected in ((NoBias(), 0), (ConstantBias(-3.0), -3), (ContextLengthBias(64), -math.log(64))):
+        assert bias(5, 7, **CPU) == expected
+    assert [BatchLengthBias()(5, keys, **CPU) for keys in (7, 0)] == [-math.log(7), 0]
+    by_sample = SampleLengthBias()(5, 7, key_lengths=torch.tensor([7, 0]), **CPU)
+    torch.testing.assert_close(by_sample.flatten(), torch.tensor([-math.log(7), 0.0]))
+    visible = torch.tensor([5.0, 6.0, 7.0])
+    torch.testing.assert_close(VisibleKeysBias()(3, 9, visible=visible, **CPU), -visible.log())
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+def test_a_learnable_bias_learns(heads):
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=LearnableBias(-1.0, heads))
+    layer(torch.randn(1, 5, 8)).sum().backward()
+    assert layer.attention_bias.value.grad.abs().min() > 0
+    assert layer.attention_bias.value.grad.shape == ((1,) if heads is None else (2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "learn", "kind"),
+    [
+        ("log_visible", "head", VisibleKeysLinearBias),
+        ("log_alibi", "head", VisibleKeysLinearBias),
+        ("log_alibi", "quadratic", QuadraticBias),
+    ],
+)
+def test_learned_forms_start_as_their_rule_and_learn(rule, learn, kind):
+    bias = make_bias(rule, learn=learn, num_heads=H, head_dim=E // H)
+    assert isinstance(bias, kind)
+    layer = Attention(E, H, activation="sigmoid", attention_bias=bias, position=Alibi(H))
+    start = make_bias(rule, num_heads=H)
+    reference = Attention(E, H, activation="sigmoid", attention_bias=start, position=Alibi(H))
+    reference.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 9, E)
+    torch.testing.assert_close(layer(x), reference(x))
+    layer(x).square().sum().backward()
+    assert bias.constant.grad.abs().min() > 0
+    assert bias.slope.grad.abs().min() > 0
+
+
+def test_rules_of_configurations():
+    assert make_bias("log_context", max_seq_len=64, num_heads=2).value == -math.log(64)
+    for rule, kind in (
+        ("log_visible", VisibleKeysBias),
+        ("log_sample", SampleLengthBias),
+        ("log_batch", BatchLengthBias),
+    ):
+        assert type(make_bias(rule, num_heads=2)) is kind
+    assert not make_bias("log_batch", num_heads=2).cache_safe
+    assert make_bias(-10.0, learn="head", num_heads=2).value.shape == (2, 1, 1)
+    query = make_bias(-5.0, learn="query", num_heads=2)
+    assert (type(query), query.initial) == (QueryBias, -5)
+
+
+WRONG = {
+    "longest sequence": lambda: make_bias("log_context", learn="no", num_heads=2),
+    "needs attention_bias to be a number": lambda: make_bias("log_batch", learn="layer", num_heads=2),
+    "log_visible": lambda: make_bias("log_visible", learn="layer", num_heads=H),
+    "got 'log_alibi' with learn='layer'": lambda: make_bias("log_alibi", learn="layer", num_heads=H),
+    "AlibiQuadraticBias counts keys by ALiBi's weights and needs position=Alibi": lambda: Attention(
+        E, H, activation="sigmoid", attention_bias=AlibiQuadraticBias(H, 4, 4)
+    ),
+    "pass key_lengths": lambda: SampleLengthBias()(5, 7, **CPU),
+    "pass visible": lambda: AlibiKeysBias()(3, 3, **CPU),
+    "depends on .*pass visible": lambda: VisibleKeysLinearBias(H)(3, 3, **CPU),
+    "is abstract": lambda: AttentionBias()(5, 7, **CPU),
+    "sigattn.nn.Attention with Alibi only": lambda: evaluate_bias(
+        AlibiKeysBias(), torch.randn(2, H, 9, 4), torch.randn(2, H, 9, 4), is_causal=True
+    ),
+    "learned bias for each head": lambda: Attention(
+        E, H, activation="sigmoid", attention_bias=LearnableBias(-1.0, H)
+    ).shard_heads(0, 2),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_use_is_explained(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        WRONG[message]()
