@@ -141,23 +141,14 @@ def check_packed(backend, way, case):
     same = by_formula(case, leaves, starts, case["dtype"])
     device = device_of(backend)
     there = {name: t.to(device) for name, t in leaves.items()}
+    longest = [max(n, default=0) for n in case["lengths"]]
+    options = {name: case[name] for name in ("causal", "softcap", "normalize")}
     with path(way):
         out = flash.flash_attn_varlen_func(
-            there["q"],
-            there["k"],
-            there["v"],
-            *(t.to(device) for t in starts),
-            *(max(n, default=0) for n in case["lengths"]),
-            causal=case["causal"],
-            window_size=case["window"],
-            softmax_scale=case["scale"],
-            softcap=case["softcap"],
-            alibi_slopes=there.get("slopes"),
-            sigmoid_bias=there.get("bias", case["bias"]),
-            backend=backend,
-            attn_mask=there.get("mask"),
-            normalize=case["normalize"],
-        ).cpu()
+            there["q"], there["k"], there["v"], *(t.to(device) for t in starts), *longest, window_size=case["window"],
+            softmax_scale=case["scale"], alibi_slopes=there.get("slopes"), sigmoid_bias=there.get("bias", case["bias"]),
+            attn_mask=there.get("mask"), backend=backend, **options,
+        ).cpu()  # fmt: skip
         ours = gradients(out, leaves)
     size = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
     logits = 150 if case["bias"] == -150 else 1  # with which their rounding errors scale
@@ -291,31 +282,19 @@ def test_precision():
         flash.flash_attn_func(q, q, q, sigmoid_precision="tanh")
 
 
-FLASH_ATTN_2_8 = [
-    "dropout_p",
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "softcap",
-    "alibi_slopes",
-    "deterministic",
-    "return_attn_probs",
-]
+FLASH_ATTN_2_8 = {
+    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+    "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
+}  # fmt: skip
 OURS = ["sigmoid_bias", "sigmoid_precision", "backend", "attn_mask", "normalize"]
+OF_BOTH = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *FLASH_ATTN_2_8],
     "flash_attn_qkvpacked_func": ["qkv", *FLASH_ATTN_2_8],
     "flash_attn_kvpacked_func": ["q", "kv", *FLASH_ATTN_2_8],
-    "flash_attn_varlen_func": [
-        *["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
-        *FLASH_ATTN_2_8,
-        "block_table",
-    ],
+    "flash_attn_varlen_func": ["q", "k", "v", *OF_BOTH, *FLASH_ATTN_2_8, "block_table"],
     "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *FLASH_ATTN_2_8],
-    "flash_attn_varlen_kvpacked_func": [
-        *["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
-        *FLASH_ATTN_2_8,
-    ],
+    "flash_attn_varlen_kvpacked_func": ["q", "kv", *OF_BOTH, *FLASH_ATTN_2_8],
 }
 
 
@@ -323,8 +302,7 @@ SIGNATURES = {
 def test_order_of_arguments_is_that_of_flash_attn(name):
     parameters = inspect.signature(getattr(flash, name)).parameters
     assert list(parameters) == SIGNATURES[name] + OURS
-    defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False]
-    assert [parameters[p].default for p in FLASH_ATTN_2_8] == defaults
+    assert {p: parameters[p].default for p in FLASH_ATTN_2_8} == FLASH_ATTN_2_8
 
 
 Q = torch.randn(2, 5, 4, 8)

@@ -14,6 +14,7 @@ from sigattn.ops.attention import BACKENDS
 from sigattn.ops.blocked import dense, tiles
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import tuning
+from tests.ops.truth import formula_options
 
 # what PyTorch's own compiler and export say of themselves, and cannot be helped from here
 COMPILER_NOISE = [
@@ -101,11 +102,9 @@ class Case:
         return given, lengths
 
     def _slopes_shape(self):
-        batch, kv, rep, *_ = self.shape
-        heads = kv * rep
-        return {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}[
-            self.slopes
-        ]
+        batch, heads = self.shape[0], self.shape[1] * self.shape[2]
+        shapes = {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}
+        return shapes[self.slopes]
 
     def _lay_out(self, randn, shape):
         if self.layout == "contiguous":
@@ -118,36 +117,15 @@ class Case:
 
     def options(self, given, lengths):
         """Return the keyword arguments of sigmoid_attention."""
+        options = {name: getattr(self, name) for name in ("scale", "window", "softcap", "normalize")}
+        options |= {name: given.get(name) for name in ("attn_mask", "alibi_slopes")}
+        options |= {"is_causal": self.causal, "enable_gqa": self.shape[2] > 1, "query_offset": self.offset}
         bias = given.get("bias", self.bias if isinstance(self.bias, float) else None)
-        return {
-            "attn_mask": given.get("attn_mask"),
-            "is_causal": self.causal,
-            "scale": self.scale,
-            "enable_gqa": self.shape[2] > 1,
-            "bias": bias,
-            "window": self.window,
-            "alibi_slopes": given.get("alibi_slopes"),
-            "key_lengths": lengths,
-            "softcap": self.softcap,
-            "normalize": self.normalize,
-            "query_offset": self.offset,
-        }
+        return options | {"bias": bias, "key_lengths": lengths}
 
     def formula_options(self, given, lengths):
         """Return the keyword arguments of the formula."""
-        o = self.options(given, lengths)
-        return {
-            "mask": o["attn_mask"],
-            "causal": o["is_causal"],
-            "scale": o["scale"],
-            "bias": o["bias"],
-            "window": o["window"],
-            "slopes": o["alibi_slopes"],
-            "lengths": lengths,
-            "softcap": self.softcap,
-            "normalize": self.normalize,
-            "offset": self.offset,
-        }
+        return formula_options(self.options(given, lengths))
 
 
 def head_dims(*small):

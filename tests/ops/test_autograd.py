@@ -5,7 +5,7 @@ import torch
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
-from tests.ops.cases import COMPILER_NOISE, SUPPORTING, device_of
+from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
 
@@ -124,22 +124,6 @@ def test_a_cache_has_no_gradient_and_says_so():
     with torch.no_grad():
         torch.ops.sigattn.append_to_cache.default(cache, cache.clone(), new, new, start, None)
     assert torch.equal(cache[:, 5:6], new.detach())
-
-
-@pytest.mark.parametrize("backend", SUPPORTING)
-@pytest.mark.parametrize("which", ["query", "gradient"])
-def test_negative_views_are_converted_in_the_backward_pass(which, backend):
-    """The backward op is called without the dispatcher, unless that has something to do."""
-    q, k, v, grad = (torch.randn(1, 1, 12, 8, device=device_of(backend)) for _ in range(4))
-    q.requires_grad_()
-
-    def gradient(q, grad):
-        return torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend), q, grad)
-
-    negative = torch._neg_view(q) if which == "query" else torch._neg_view(grad)
-    given = (negative, grad) if which == "query" else (q, negative)
-    plain = (-q, grad) if which == "query" else (q, -grad)
-    torch.testing.assert_close(gradient(*given), gradient(*plain))
 
 
 def test_a_profiler_sees_both_ops():

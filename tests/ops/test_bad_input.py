@@ -131,15 +131,13 @@ def test_statistics_check_too():
         sigattn.attention_statistics(Q, K, V, key_lengths=torch.tensor([3, 7]))
 
 
-@pytest.mark.parametrize("n", [0, -3])
-def test_log_length_bias_needs_a_key(n):
-    with pytest.raises(ValueError, match="at least 1"):
-        log_length_bias(n)
-
-
-@pytest.mark.parametrize("n", [1.5, "8", True, None])
-def test_log_length_bias_needs_a_count(n):
-    with pytest.raises(TypeError, match="int or a tensor"):
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [(0, ValueError, "at least 1"), (-3, ValueError, "at least 1"),
+     *((n, TypeError, "int or a tensor") for n in (1.5, "8", True, None))],
+)  # fmt: skip
+def test_log_length_bias_needs_a_number_of_keys(n, error, message):
+    with pytest.raises(error, match=message):
         log_length_bias(n)
 
 

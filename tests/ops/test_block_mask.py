@@ -1,5 +1,7 @@
 """FlexAttention's ``BlockMask``: the result of the dense mask, without computing hidden blocks."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
@@ -10,7 +12,7 @@ from sigattn.ops import block_mask
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem
 from tests.ops.cases import device_of, path
-from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
+from tests.ops.truth import formula
 
 DOCUMENTS = torch.tensor([0] * 37 + [1] * 30 + [2] * 60 + [3] * 33)
 STARTS = torch.tensor([5, 90])
@@ -68,51 +70,35 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "way", "case"),
-    # kernels take blocks of 128 only
-    [(*way, case) for way in WAYS for case in CASES if case[-1] == 128 or way[0] != "triton"],
-)
-def test_it_is_the_dense_mask(backend, way, case):
+# kernels take blocks of 128 only; of small tiles, which take their time, one case with every other option
+CALLS = [
+    (*way, case, everything)
+    for way, case, everything in itertools.product(WAYS, CASES, (False, True))
+    if (case[-1] == 128 or way[0] != "triton") and not (everything and way[1] == "small tiles" and case != CASES[1])
+]
+
+
+@pytest.mark.parametrize(("backend", "way", "case", "everything"), CALLS)
+def test_it_is_the_dense_mask(backend, way, case, everything):
+    """Output and gradients are those of the bool mask, which other tests compare with the formula."""
     name, n, m, size = case
-    block, dense = make(name, n, m, size)
-    device = device_of(backend)
+    masks, device = make(name, n, m, size), device_of(backend)
     smaller = {"batch": 1} if name == "each head its own" else {"heads": 2, "kv": 1}
     leaves = operands(n, m, **(smaller if backend == "triton" else {}))  # the interpreter's time is that of the heads
-    there = {key: t.to(device) for key, t in leaves.items()}
-    with path(way):
-        out = sigmoid_attention(**there, attn_mask=block.to(device), enable_gqa=True, backend=backend).cpu()
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    ours = torch.autograd.grad(out, list(leaves.values()), grad)
-    options = {"mask": dense, "scale": None, "bias": None}
-    wide = {key: t.detach().double().requires_grad_() for key, t in leaves.items()}
-    truth, same = formula(*wide.values(), mask=dense), formula(*leaves.values(), mask=dense, dtype=torch.float32)
-    magnitude = sums_of_magnitudes(wide, grad, **options)
-    assert_as_good_as_formula(out, truth, same, magnitude["output"])
-    expected = torch.autograd.grad(truth, list(wide.values()), grad.double())
-    rough = torch.autograd.grad(same, list(leaves.values()), grad)
-    for key, a, t, f in zip(leaves, ours, expected, rough, strict=True):
-        assert_as_good_as_formula(a, t, f, magnitude[key], key)
-
-
-@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
-def test_with_every_other_option(backend):
-    """It combines with causality, a window, key lengths, ALiBi, bias, a soft cap and dropout as a bool mask does."""
-    device = device_of(backend)
-    mask, size = ("documents", 128) if backend == "triton" else ("each head its own", 32)
-    block, dense = (t.to(device) for t in make(mask, 140, 150, size))
-    batch, heads, kv = (1, 2, 1) if backend == "triton" else (2, 4, 2)  # the interpreter is slow
-    leaves = operands(140, 150, batch=batch, heads=heads, kv=kv)
     leaves = {key: t.detach().to(device).requires_grad_() for key, t in leaves.items()}
-    slopes, bias = (t.to(device).requires_grad_() for t in (torch.rand(heads), torch.randn(heads, 140, 1)))
+    options = {}
+    if everything:
+        batch, heads = leaves["query"].shape[:2]
+        leaves |= {"alibi_slopes": torch.rand(heads), "bias": torch.randn(heads, n, 1)}
+        leaves |= {key: leaves[key].to(device).requires_grad_() for key in ("alibi_slopes", "bias")}
+        options = {"window": (70, -1), "is_causal": True, "softcap": 2.0, "dropout_p": 0.3}
+        options |= {"key_lengths": torch.tensor([77, m][:batch], device=device)}
     results = []
-    for mask in (block, dense):
+    for mask in masks:
         torch.manual_seed(5)
-        out = sigmoid_attention(
-            **leaves, attn_mask=mask, enable_gqa=True, window=(70, -1), is_causal=True, alibi_slopes=slopes, bias=bias,
-            key_lengths=torch.tensor([77, 150][:batch], device=device), softcap=2.0, dropout_p=0.3, backend=backend,
-        )  # fmt: skip
-        results.append((out, *torch.autograd.grad(out.square().sum(), (*leaves.values(), slopes, bias))))
+        with path(way):
+            out = sigmoid_attention(**leaves, attn_mask=mask.to(device), enable_gqa=True, backend=backend, **options)
+            results.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -127,23 +113,33 @@ def test_a_query_that_broadcasts(name, sizes):
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["as users meet it", "small tiles"])
-def test_hidden_blocks_are_not_visited(way, monkeypatch):
-    """Keys and values of blocks that no query sees are NaN, which would reach a result if they were computed."""
+@pytest.mark.parametrize(
+    ("backend", "way", "size"),
+    [("blocked", "as users meet it", 16), ("blocked", "small tiles", 16), ("triton", "tuned", 128)],
+)
+def test_hidden_blocks_are_not_visited(backend, way, size):
+    """Keys and values of blocks that no query sees, and queries of blocks that see no key, are NaN."""
+    first, end = 128, 256
 
-    def two_islands(b, h, i, j):
-        return (j < 40) | (j >= 130)
+    def islands(b, h, i, j):
+        return ((j < first - 8) | (j >= end)) & (i < 100)
 
-    block = create_block_mask(two_islands, None, None, 64, 160, device="cpu", BLOCK_SIZE=16)
-    leaves = operands(64, 160)
-    with torch.no_grad():
-        leaves["key"][:, :, 48:128], leaves["value"][:, :, 48:128] = torch.nan, torch.nan
+    block = create_block_mask(islands, None, None, 150, 270, device=device_of(backend), BLOCK_SIZE=size)
+    leaves = {key: t.detach().to(device_of(backend)) for key, t in operands(150, 270, kv=1, batch=1, heads=2).items()}
+    leaves["key"][:, :, first - 7] = (
+        torch.nan
+    )  # hidden, in a block that is visible in part: its weight is 0 all the same
+    for name, hidden in (("key", slice(first, end)), ("value", slice(first, end)), ("query", slice(128, 150))):
+        leaves[name][:, :, hidden] = torch.nan
+        leaves[name].requires_grad_()
     with path(way):
-        out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True)
+        out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend=backend)
         gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()))
     assert out.isfinite().all()
-    assert all(g.isfinite().all() for g in gradients)
-    assert not gradients[1][:, :, 48:128].any()
+    assert not out[:, :, 128:].any()
+    assert all(g.isfinite().all() for g in gradients[1:])  # that of the query is a product with the key that is NaN
+    assert not gradients[1][:, :, first - 8 : end].any()
+    assert gradients[1][:, :, :100].any()
 
 
 def test_under_flash_attn_s_name():
@@ -231,28 +227,6 @@ def test_mapped_by_torch_func():
         return torch.vmap(torch.func.grad(lambda q: sigmoid_attention(q, k, v, mask).square().sum()))(many)
 
     torch.testing.assert_close(gradient(block), gradient(dense))
-
-
-def test_kernels_do_not_visit_hidden_blocks():
-    """Keys and values of blocks that no query sees, and queries of blocks that see no key, are NaN."""
-    device = device_of("triton")
-
-    def islands(b, h, i, j):
-        return ((j < 120) | (j >= 256)) & (i < 100)
-
-    block = create_block_mask(islands, None, None, 150, 270, device=device)
-    leaves = {key: t.detach()[:1, :2].to(device) for key, t in operands(150, 270, kv=1).items()}
-    leaves["key"][:, :, 121] = torch.nan  # hidden, in a block that is visible in part: its weight is 0 all the same
-    for name, hidden in (("key", slice(128, 256)), ("value", slice(128, 256)), ("query", slice(128, 150))):
-        leaves[name][:, :, hidden] = torch.nan
-        leaves[name].requires_grad_()
-    out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend="triton")
-    gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()))
-    assert out.isfinite().all()
-    assert not out[:, :, 128:].any()
-    assert all(g.isfinite().all() for g in gradients[1:])  # that of the query is a product with the key that is NaN
-    assert not gradients[1][:, :, 120:256].any()
-    assert gradients[1][:, :, :100].any()
 
 
 def test_blocks_that_kernels_do_not_serve_are_refused_by_name():

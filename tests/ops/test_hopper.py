@@ -62,15 +62,31 @@ def problem_of(n, keys, causal, dtype, d=72, heads=2, key_heads=1):
 
 
 def formula(p, dtype):
-    options = {"causal": p.right == 0, "bias": p.bias, "offset": p.query_offset, "dtype": dtype}
-    options |= {"normalize": p.normalize}
-    return truth.formula(p.query, p.key, p.value, **options)
+    options = {"causal": p.right == 0, "bias": p.bias, "offset": p.query_offset, "normalize": p.normalize}
+    return truth.formula(p.query, p.key, p.value, dtype=dtype, **options)
 
 
 def gradients(p, grad, dtype):
     leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in (p.query, p.key, p.value)]
     out = formula(p._replace(query=leaves[0], key=leaves[1], value=leaves[2]), dtype)
     return torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+def check_forward(p, what=""):
+    """Compare the output with the formula in float64 and in the same dtype, and return the result."""
+    result = launch.forward(p)
+    assert_as_good_as_formula(result.out, formula(p, torch.float64), formula(p, p.query.dtype), 1.0, what)
+    return result
+
+
+def check_backward(p, grad, *result, needs=(True, True, True), what=""):
+    """Compare gradients in the same way; their strides are those of the operands, as the fakes announce."""
+    found = launch.backward(p, grad, NeedsGrad(*needs), *result)
+    exact, rough = (gradients(p, grad, dtype) for dtype in (torch.float64, p.query.dtype))
+    for mine, t, r, operand in zip(found[:3], exact, rough, (p.query, p.key, p.value), strict=True):
+        if mine is not None:
+            assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), what)
+            assert mine.stride() == operand.stride()
 
 
 def calls(*configs):
@@ -93,9 +109,8 @@ def calls(*configs):
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, config)
     p, _ = problem_of(*size, causal, dtype)
-    exact, rough = formula(p, torch.float64), formula(p, dtype)
     for simulated.order in ORDERS:
-        assert_as_good_as_formula(launch.forward(p).out, exact, rough, 1.0)
+        check_forward(p)
     assert set(simulated.started) == {"hopper_fwd_kernel"}
 
 
@@ -112,13 +127,8 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
     for kernel in (tuning.DKDV, tuning.DQ):
         monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
     p, grad = problem_of(*size, causal, dtype)
-    exact, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for simulated.order in ORDERS:
-        found = launch.backward(p, grad, NeedsGrad(True, True, True))
-        for name, t, r in zip(("query", "key", "value"), exact, rough, strict=True):
-            own = getattr(found, name)
-            assert_as_good_as_formula(own, t, r, max(1.0, t.abs().max().item()), name)
-            assert own.stride() == getattr(p, name).stride()  # as the fakes announce; these operands are dense
+        check_backward(p, grad)
     assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
@@ -136,12 +146,8 @@ def test_the_tables(simulated):
     """Every configuration in the tables, with tiles of 128 features that heads fill or do not."""
     for d in (80, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
-        assert_as_good_as_formula(launch.forward(p).out, formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
-        found = launch.backward(p, grad, NeedsGrad(True, True, True))
-        for mine, t, r in zip(
-            found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
-        ):
-            assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+        check_forward(p)
+        check_backward(p, grad)
 
 
 @pytest.mark.parametrize("cache", [0, 300_000, 1 << 30])
@@ -150,12 +156,8 @@ def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cach
     monkeypatch.setattr(launch_hopper, "_CACHE", cache)
     p, grad = problem_of(200, 200, True, torch.bfloat16, heads=8, key_heads=4)
     p = p._replace(bias=torch.linspace(-7, -3, 8).view(1, 8, 1, 1))
-    assert_as_good_as_formula(launch.forward(p).out, formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
-    found = launch.backward(p, grad, NeedsGrad(True, True, True))
-    for mine, t, r in zip(
-        found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
-    ):
-        assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+    check_forward(p)
+    check_backward(p, grad)
     assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
@@ -170,13 +172,7 @@ def test_normalize(simulated, dtype, size, causal):
     for bias in (p.bias, low):
         p = p._replace(normalize=True, bias=bias)
         for simulated.order in ORDERS:
-            result = launch.forward(p)
-            exact, rough = formula(p, torch.float64), formula(p, dtype)
-            assert_as_good_as_formula(result.out, exact, rough, 1.0)
-            found = launch.backward(p, grad, NeedsGrad(True, True, True), *result)
-            pairs = zip(found[:3], gradients(p, grad, torch.float64), gradients(p, grad, dtype), strict=True)
-            for mine, t, r in pairs:
-                assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+            check_backward(p, grad, *check_forward(p))
     assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dq_kernel"}
 
 
@@ -188,8 +184,7 @@ each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids
 @on_a_gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("kernel", "config"),
-    [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_candidates(k)],
+    ("kernel", "config"), [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_candidates(k)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_candidates_on_a_gpu(monkeypatch, causal, kernel, config, dtype):
@@ -217,15 +212,9 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
     assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
     if kernel == tuning.FWD:
-        exact, rough = formula(p, torch.float64), formula(p, p.query.dtype)
-        assert_as_good_as_formula(launch.forward(p).out, exact, rough, 1.0, what)
-        return
-    needs = NeedsGrad(kernel == tuning.DQ, kernel == tuning.DKDV, kernel == tuning.DKDV)
-    found = launch.backward(p, grad, needs)
-    exact, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
-    for mine, t, r in zip(found[:3], exact, rough, strict=True):
-        if mine is not None:
-            assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), what)
+        check_forward(p, what)
+    else:
+        check_backward(p, grad, needs=[kernel == k for k in (tuning.DQ, tuning.DKDV, tuning.DKDV)], what=what)
 
 
 def test_unsupported_problems(simulated):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import ON_CPU
+from tests.ops.cases import ON_CPU, SUPPORTING, device_of
 
 NAMES = ("query", "key", "value", "bias", "attn_mask", "alibi_slopes", "grad_out")
 
@@ -17,10 +17,11 @@ def negated(t):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", [None, *ON_CPU])
+@pytest.mark.parametrize("backend", [None, *SUPPORTING])
 def test_operands(backend, name):
     given = dict(zip(("query", "key", "value", "grad_out"), torch.randn(4, 1, 2, 40, 16).unbind(), strict=True))
     given |= {"bias": torch.randn(2, 40, 1), "attn_mask": torch.randn(40, 40), "alibi_slopes": torch.rand(2)}
+    given = {name: t.to(device_of(backend)) for name, t in given.items()}
 
     def outputs(operands):
         query = operands["query"].detach().requires_grad_()

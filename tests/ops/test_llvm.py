@@ -275,16 +275,6 @@ def test_small_calls_take_one_thread(n, expected, monkeypatch):
     assert set(found) == {expected}
 
 
-@pytest.mark.parametrize(("key_heads", "threads", "parts"), [(8, 2, 1), (2, 2, 1), (1, 2, 8), (3, 2, 3), (1, 1, 1)])
-def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert plan.number_of_splits(key_heads, 20, torch.get_num_threads()) == parts
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_without_the_runtime_of_openmp(monkeypatch, two_threads):
     """Python's threads compute the same, also for several callers at once, and in a child of this process."""
     query = torch.randn(3, 2, 4, 300, 64).unbind()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_varlen_attention
-from sigattn.models import LanguageModelConfig
 from tests.ops.cases import SUPPORTING, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -60,22 +59,6 @@ def test_dropout_applies_to_the_divided_weights(backend):
     assert 0.6 < kept.double().mean() < 0.9
 
 
-@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b != "triton"])
-def test_second_derivatives(backend):
-    dtype = torch.float32 if backend == "llvm" else torch.float64
-    leaves = [*torch.randn(3, 1, 2, 5, 16).unbind(), torch.full((2, 1, 1), -1.0)]
-
-    def penalty(function, dtype):
-        own = [t.to(dtype, copy=True).requires_grad_() for t in leaves]
-        grads = torch.autograd.grad(function(*own).square().sum(), own, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in grads), own)
-
-    ours = penalty(lambda *t: sigmoid_attention(*t[:3], bias=t[3], normalize=True, backend=backend), dtype)
-    truth = penalty(lambda *t: formula(*t[:3], bias=t[3], normalize=True), torch.float64)
-    for a, b in zip(ours, truth, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 if dtype is torch.float32 else 1e-10)
-
-
 @pytest.mark.parametrize("backend", SUPPORTING)
 def test_nested_transforms(backend):
     """Levels below a transform do not return what they saved."""
@@ -88,13 +71,3 @@ def test_nested_transforms(backend):
         return torch.func.grad(lambda q: first(q).square().sum())(q)
 
     torch.testing.assert_close(second(backend), second("reference"), rtol=1e-3, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_language_model_decodes_as_it_computes_whole_texts():
-    config = LanguageModelConfig(vocab_size=11, num_layers=2, embed_dim=32, num_heads=2, max_seq_len=24, normalize=True)
-    model = config.build().eval()
-    tokens = torch.randint(11, (2, 12))
-    cache = model.new_kv_cache()
-    pieces = [model(tokens[:, i : i + 1], cache) for i in range(12)]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), rtol=1e-4, atol=1e-4)

@@ -21,14 +21,6 @@ def test_default_bias_is_minus_log_of_the_number_of_keys():
     torch.testing.assert_close(sigmoid_attention(q, k, v), e / (e + 7) @ v)
 
 
-def test_default_bias_follows_key_lengths():
-    q, k, v = torch.randn(3, 2, 1, 7, 4, dtype=torch.float64).unbind()
-    out = sigmoid_attention(q, k, v, key_lengths=torch.tensor([7, 3]))
-    for sample, n in ((0, 7), (1, 3)):
-        alone = sigmoid_attention(q[[sample]], k[[sample], :, :n], v[[sample], :, :n])
-        torch.testing.assert_close(out[[sample]], alone)
-
-
 def test_gradients_of_q_and_k_carry_one_over_root_d():
     """App. F's table and Algorithm 2 print √d; and dV_j sums P_ij dO_i over i, dP_ij is dO_i · V_j."""
     q, k, v, g = torch.randn(4, 1, 1, 5, 16, dtype=torch.float64).unbind()

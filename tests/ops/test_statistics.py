@@ -58,7 +58,7 @@ def test_hoyer_is_0_for_equal_weights_and_1_for_a_single_one():
     torch.testing.assert_close(stats.hoyer_sparsity, torch.ones(1, 1), atol=1e-5, rtol=0)
 
 
-def test_undefined_sparsity_is_left_out():
+def test_undefined_statistics():
     """Under a causal mask the first query sees one key; with one key in total, no query remains."""
     q, k, v = torch.randn(3, 1, 1, 1, 4).unbind()
     assert attention_statistics(q, k, v).hoyer_sparsity.isnan().all()

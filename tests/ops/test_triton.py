@@ -26,24 +26,17 @@ def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
     return Problem(q, q, v)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (problem(device="meta"), "for CUDA and ROCm devices, not for meta"),
-        (problem(dtype=torch.float64), "float16, bfloat16, float32, not for torch.float64"),
-        (problem(d=257), "heads of 1 to 256, not of 257 \\(query, key\\) and 8"),
-        (problem(dv=300), "and 300 \\(value\\)"),
-    ],
-)
-def test_unsupported_problems(monkeypatch, given, reason):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
-        DENSE.choose(given, "triton")
-
-
-def test_cpu_requires_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "not for cpu" in triton.unavailable(problem())
+def test_unsupported_problems_are_refused(monkeypatch):
+    for given, interpreted, reason in (
+        (problem(device="meta"), "1", "for CUDA and ROCm devices, not for meta"),
+        (problem(dtype=torch.float64), "1", "float16, bfloat16, float32, not for torch.float64"),
+        (problem(d=257), "1", "heads of 1 to 256, not of 257 \\(query, key\\) and 8"),
+        (problem(dv=300), "1", "and 300 \\(value\\)"),
+        (problem(), "0", "not for cpu"),
+    ):
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+        with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
+            DENSE.choose(given, "triton")
 
 
 def test_missing_triton_and_old_gpus(monkeypatch):
@@ -57,29 +50,6 @@ def test_missing_triton_and_old_gpus(monkeypatch):
     assert triton._device_unavailable(gpu.query.device) is None
     monkeypatch.setattr(triton, "_INSTALLED", False)
     assert "Triton is not installed" in triton._device_unavailable(gpu.query.device)
-
-
-LAYOUTS = {  # (B, H, N, D) as views of what models hold
-    "heads first": lambda b, h, n, d: torch.randn(b, h, n, d, device=DEVICE),
-    "rows first": lambda b, h, n, d: torch.randn(b, n, h, d, device=DEVICE).transpose(1, 2),
-    "one projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d, device=DEVICE)[:, :, 1].transpose(1, 2),
-    "batch inside rows": lambda b, h, n, d: torch.randn(n, b, h, d, device=DEVICE).permute(1, 2, 0, 3),
-    "columns first": lambda b, h, n, d: torch.randn(b, h, d, n, device=DEVICE).mT,
-    "one head for all": lambda b, h, n, d: torch.randn(b, 1, n, d, device=DEVICE).expand(b, h, n, d),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_output_strides_match_the_fakes(layout):
-    """A compiled graph asserts the strides of the fake implementations."""
-    for size in ((2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)):
-        x = LAYOUTS[layout](*size)
-        arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
-        (out, *nothing), (fake, *_) = DENSE._forward(*arguments, False), DENSE._fake_forward(*arguments, False)
-        assert (out.shape, out.stride()) == (fake.shape, fake.stride())
-        backward = (out, out, *nothing, *arguments, [True, True, True, False, False, False])
-        for own, fake in zip(DENSE._backward(*backward), DENSE._fake_backward(*backward), strict=True):
-            assert (own.shape, own.stride()) == (fake.shape, fake.stride())
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
@@ -142,11 +112,8 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
         described.clear()
         found = torch.autograd.grad(sigmoid_attention(q, k, v, backend="triton", **options).square().sum(), (q, k, v))
         assert [d is not None for d in described] == [served] * 3, options
-        expected = torch.autograd.grad(
-            sigmoid_attention(q, k, v, backend="reference", **options).square().sum(), (q, k, v)
-        )
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        truth = sigmoid_attention(q, k, v, backend="reference", **options).square().sum()
+        torch.testing.assert_close(found, torch.autograd.grad(truth, (q, k, v)), rtol=1e-4, atol=1e-4)
 
 
 def test_deterministic_gradient_of_a_broadcast_mask():

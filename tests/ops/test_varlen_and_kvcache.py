@@ -1,11 +1,11 @@
-"""The operators for packed sequences and caches, against the formula in float64; tests/flash has the rest."""
+"""The operators for packed sequences and caches."""
 
 import pytest
 import torch
 
 from sigattn import sigmoid_kvcache_attention, sigmoid_varlen_attention
-from sigattn.flash import flash_attn_with_kvcache
-from tests.ops.truth import assert_as_good_as_formula, one_sequence
+from sigattn.flash import flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.ops.truth import one_sequence
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
 
@@ -14,56 +14,26 @@ def formula(q, k, v, bias, **options):
     return one_sequence(q, k, v, q.dtype, bias, **options)
 
 
-def test_packed_sequences():
-    leaves = [torch.randn(n, h, e).double().requires_grad_() for n, h, e in ((9, 4, 8), (12, 2, 8), (12, 2, 6))]
-    leaves.append(torch.randn(3, 4, 1, 1).double().requires_grad_())
-    q, k, v, bias = leaves
-    slopes = torch.rand(4).double()
-    out = sigmoid_varlen_attention(
-        q, k, v, CU_Q, CU_K, 6, 6, enable_gqa=True, bias=bias, alibi_slopes=slopes, window=(3, 5), is_causal=True
-    )
-    parts = []
-    for s in range(3):
-        rows, keys = slice(CU_Q[s], CU_Q[s + 1]), slice(CU_K[s], CU_K[s + 1])
-        parts.append(formula(q[rows], k[keys], v[keys], bias[s], window=(3, 0), slopes=slopes))
-    expected = torch.cat(parts)
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)))
-
-
-def test_a_paged_cache():
-    keys, values = torch.randn(2, 12, 2, 8).double(), torch.randn(2, 12, 2, 6).double()
-    lengths, new, table = torch.tensor([5, 9]), 2, torch.tensor([[3, 0, 5], [1, 4, 2]])
-    q = torch.randn(2, 2, 4, 8).double()
-    caches = [torch.full((6, 4, 2, t.shape[3]), torch.nan).double() for t in (keys, values)]
-    for cache, t in zip(caches, (keys, values), strict=True):
-        for b, n in enumerate(lengths):
-            for position in range(n):
-                cache[table[b, position // 4], position % 4] = t[b, position]
-    added = [torch.stack([t[b, n : n + new] for b, n in enumerate(lengths)]) for t in (keys, values)]
-    bias, slopes = torch.randn(4, 1, 1).double(), torch.rand(4).double()
-    out = sigmoid_kvcache_attention(
-        q, *caches, *added, bias=bias, cache_seqlens=lengths, block_table=table, is_causal=True, window=(6, 3),
-        alibi_slopes=slopes, enable_gqa=True, left_padding=torch.tensor([1, 0]),
+def test_equal_to_the_functions_of_flash_attn():
+    """Which tests/test_flash.py and tests/test_flash_kvcache.py compare with the formula over all options."""
+    q, k, v = torch.randn(9, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 6)
+    bias, slopes = torch.randn(3, 4), torch.rand(4)
+    common = {"alibi_slopes": slopes, "softcap": 2.0, "normalize": True}
+    ours = sigmoid_varlen_attention(
+        q, k, v, CU_Q, CU_K, 6, 6, bias=bias.view(3, 4, 1, 1), window=(3, 5), scale=0.3, is_causal=True,
+        enable_gqa=True, **common,
     )  # fmt: skip
-    for b, (n, first) in enumerate(zip(lengths + new, (1, 0), strict=True)):
-        expected = formula(q[b], keys[b, first:n], values[b, first:n], bias, window=(6, 0), slopes=slopes)
-        torch.testing.assert_close(out[b], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["length first", "heads first"])
-def test_one_query_of_samples_of_one_length(layout, dtype):
-    for keys in (1, 70, 200):
-        query = torch.randn(3, 1, 6, 32).to(dtype)
-        caches = [torch.randn(3, keys, 2, width).to(dtype) for width in (32, 48)]
-        if layout == "heads first":
-            caches = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in caches]
-        out = sigmoid_kvcache_attention(query, *caches, bias=-2.0, scale=0.3, enable_gqa=True)
-        for found, *operands in zip(out, query, *caches, strict=True):
-            truth, rough = (one_sequence(*operands, kind, -2.0, scale=0.3) for kind in (None, dtype))
-            assert_as_good_as_formula(found, truth, rough)
+    options = {"window_size": (3, 5), "softmax_scale": 0.3, "causal": True, **common}
+    assert torch.equal(flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 6, 6, sigmoid_bias=bias, **options), ours)
+    query, keys, values = torch.randn(2, 2, 4, 8), torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 6)
+    new, padding = (torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 6)), torch.tensor([1, 0])
+    where = {"cache_seqlens": torch.tensor([5, 9]), "block_table": torch.tensor([[3, 0, 5], [1, 4, 2]])}
+    ours = sigmoid_kvcache_attention(
+        query, keys.clone(), values.clone(), *new, bias=bias[0].view(4, 1, 1), window=(3, 5), scale=0.3, is_causal=True,
+        enable_gqa=True, left_padding=padding, **where, **common,
+    )  # fmt: skip
+    options |= {"cache_leftpad": padding, "sigmoid_bias": bias[:1], **where}
+    assert torch.equal(flash_attn_with_kvcache(query, keys, values, *new, **options), ours)
 
 
 Q, K = torch.randn(9, 4, 8), torch.randn(12, 2, 8)

@@ -76,6 +76,15 @@ def formula(
     return p if weights else p @ v
 
 
+def formula_options(options):
+    """Return the formula's arguments for those of ``sigmoid_attention``."""
+    names = {
+        "attn_mask": "mask", "is_causal": "causal", "alibi_slopes": "slopes", "key_lengths": "lengths",
+        "query_offset": "offset",
+    }  # fmt: skip
+    return {names.get(name, name): x for name, x in options.items() if name != "enable_gqa"}
+
+
 def one_sequence(q, k, v, dtype=None, bias=None, slopes=None, **options):
     """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv) → (N, Hq, Dv), the last query at the last key; bias: (Hq,), a number."""
     bias = bias.view(-1, 1, 1) if isinstance(bias, torch.Tensor) else bias

@@ -51,12 +51,6 @@ def test_search_finds_no_violation_of_theorem_3_2():
     assert found.largest_searched > 0.9  # the bound is nearly attained
 
 
-def test_search_ratio_is_exact():
-    head, x = draw("sigmoid", 3, n=5, d=3)
-    ratio = regularity._ratio(x, head.query, head.key, head.value, None).item()
-    assert ratio == pytest.approx(jacobian_norm(head, x) / regularity.sigmoid_bound(head, x), rel=1e-9)
-
-
 @pytest.mark.parametrize("radius", [1.0, 2.0, 3.0, 4.0])
 def test_exponential_softmax_norm_where_sigmoid_stays_bounded(radius):
     one = torch.ones(1, 1, dtype=torch.float64)

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 from examples import universal_approximation
 from examples.universal_approximation import TARGETS, Attention, FeedForward, UniversalApproximator
@@ -29,15 +28,11 @@ def test_output_in_a_cell_is_the_value_at_its_centre():
 
 def test_layers_have_the_theorems_sizes():
     net = UniversalApproximator(TARGETS["mean of the tokens"], 2, 2, 2)
-    assert {type(layer) for layer in net.layers} == {FeedForward, Attention}
-    for layer in net.layers:
-        if isinstance(layer, Attention):
-            assert len(layer.weights) <= 4
-        else:
-            assert layer.w1.shape[0] <= 4
-            assert layer.w2.shape[1] == layer.w1.shape[0]
-    assert sum(isinstance(layer, Attention) for layer in net.layers) == net.mapping.grid + 1
-    assert isinstance(net, nn.Module)
+    kinds = {kind: [layer for layer in net.layers if type(layer) is kind] for kind in (FeedForward, Attention)}
+    assert sum(map(len, kinds.values())) == len(net.layers)
+    assert all(len(layer.weights) <= 4 for layer in kinds[Attention])
+    assert all(layer.w2.shape[1] == layer.w1.shape[0] <= 4 for layer in kinds[FeedForward])
+    assert len(kinds[Attention]) == net.mapping.grid + 1
 
 
 def test_attention_calls_the_operator(monkeypatch):

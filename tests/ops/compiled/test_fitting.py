@@ -67,13 +67,9 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
         assert needed(one.name, one.options, {"num_stages": one.metadata.num_stages}) <= limit
         (message,) = (str(w.message) for w in said)
         wanted = needed("", Options(64, 64, first.block_m, first.block_n), {"num_stages": first.stages})
-        for part in (
-            "fwd_kernel",
-            f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages",
-            f"needs {wanted} of shared memory",
-            f"has {limit}",
-            f"use tiles of {one.options.BLOCK_M} × {one.options.BLOCK_N}",
-        ):
+        tiles = f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages"
+        smaller = f"use tiles of {one.options.BLOCK_M} × {one.options.BLOCK_N}"
+        for part in ("fwd_kernel", tiles, f"needs {wanted} of shared memory", f"has {limit}", smaller):
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
         assert tried > 1

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sigattn import flash, sigmoid_attention
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops.triton import tuning
 from tests.ops import standin_driver
 
@@ -82,15 +82,12 @@ def test_self_attention(launched):
         assert bool(launched) == bool(t.numel()), name
 
 
-def test_queries_and_keys_of_different_lengths(launched):
+def test_other_keys_and_gradients_of_any_layout(launched):
+    """``sum().backward()`` passes an expanded gradient."""
     for n, m in ((0, 100), (7, 0), (1, 100), (100, 1), (1, 40_000_000)):
         both_passes(rows(1, n, 2, 64), *[rows(1, m, 2, 64)] * 2)
     both_passes(moved(2, 100, 4, 64), *[rows(2, 100, 4, 64)] * 2)  # one of them misaligned
     both_passes(rows(2, 100, 4, 64), *[rows(2, 100, 1, 64).expand(2, 4, 100, 64)] * 2)
-
-
-def test_gradients_of_any_layout(launched):
-    """``sum().backward()`` passes an expanded gradient."""
     q = rows(2, 100, 4, 64)
     for grad in (
         lambda out: torch.zeros((), dtype=out.dtype).expand_as(out),
@@ -113,14 +110,10 @@ def test_masks_and_numbers_of_any_kind(launched):
         {"attn_mask": torch.ones(100, 100, dtype=torch.float64)},
         {"bias": torch.zeros(4, 1, 1, dtype=torch.float64)},
         {"alibi_slopes": torch.zeros(4, dtype=torch.float64)},
-        {"key_lengths": torch.tensor([0, 100])},
-        {"key_lengths": torch.tensor([0, 100], dtype=torch.int16)},
-        {"bias": float("nan")},
-        {"bias": float("-inf")},
-        {"window": (2**31 - 1, 2**31 - 1)},
-        {"window": (2**40, 5)},
-        {"dropout_p": 0.999999},
-        {"dropout_p": 1e-12},
+        *({"key_lengths": torch.tensor([0, 100], dtype=dtype)} for dtype in (torch.int64, torch.int16)),
+        *({"bias": bias} for bias in (float("nan"), float("-inf"))),
+        *({"window": window} for window in ((2**31 - 1, 2**31 - 1), (2**40, 5))),
+        *({"dropout_p": p} for p in (0.999999, 1e-12)),
     ):
         both_passes(q, q, q, **options)
         wide = rows(2, 100, 4, 128)
@@ -145,7 +138,7 @@ def test_packed_sequences():
                 starts = torch.tensor(starts, dtype=dtype)
                 q = empty(int(starts[-1]), 2, 64).requires_grad_()
                 longest = int(starts.diff().max())
-                out = flash.flash_attn_varlen_func(q, q, q, starts, starts, longest, longest, backend="triton")
+                out = sigmoid_varlen_attention(q, q, q, starts, starts, longest, longest, backend="triton")
                 torch.autograd.grad(out, q, torch.empty_like(out))
         assert launched
 
@@ -161,10 +154,7 @@ def test_caches():
             (1, 0, 1, 2, 0),
             (2, 100, 500, 16, 0),
         ):
-            k = empty(batch, capacity, 1, 64)
-            lengths = torch.full((batch,), min(capacity, 9), dtype=torch.int32)
-            flash.flash_attn_with_kvcache(
-                empty(batch, queries, heads, 64), k, k, cache_seqlens=lengths, num_splits=splits, sigmoid_bias=-1.0,
-                backend="triton",
-            )  # fmt: skip
+            q, k = empty(batch, queries, heads, 64), empty(batch, capacity, 1, 64)
+            options = {"cache_seqlens": min(capacity, 9), "num_splits": splits, "bias": -1.0, "enable_gqa": True}
+            sigmoid_kvcache_attention(q, k, k, backend="triton", **options)
             assert launched[-1].grid[1] <= max(1, -(-capacity // launched[-1].options.BLOCK_N))
