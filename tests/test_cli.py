@@ -11,7 +11,7 @@ import pytest
 import sigattn
 from sigattn import cli
 from sigattn.cli.errors import exit_on_errors
-from sigattn.recipes.registry import RECIPES
+from sigattn.recipes import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.metrics import read_metrics
 
