@@ -41,12 +41,13 @@ class Merged(Attention):
 
 
 def formula(layer, x, mask=None, bias=None, normalize=True):
-    """Return the layer's output in float64, with σ(logits + b), 0 where masked, and b = -log of the visible keys."""
+    """Return the layer's output in float64, with σ(logits + b), 0 where masked; b is a rule of the visible keys."""
     layer, x = copy.deepcopy(layer).double(), x.double()
 
     def weights(logits):
         visible = logits > -1000
-        b = -visible.sum(-1, keepdim=True).clamp(min=1).log() if bias is None else bias
+        rule = -visible.sum(-1, keepdim=True).clamp(min=1).double().log() - (6 if normalize else 0)
+        b = rule if bias is None else bias
         weights = torch.where(visible, torch.sigmoid(logits + b), 0.0)
         return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) if normalize else weights
 
@@ -107,7 +108,9 @@ def test_gradients_dtypes_and_copies():
     plain = copy.deepcopy(reference).bfloat16()
     softmax_error = (plain(x.bfloat16()) - reference(x.double())).abs().max()
     assert (half - formula_of).abs().max() <= 2 * softmax_error + 1e-3
-    reference.weights = lambda s: (w := torch.sigmoid(s - torch.tensor(6.0).double().log())) / w.sum(-1, keepdim=True)
+    reference.weights = lambda s: (
+        (w := torch.sigmoid(s - torch.tensor(6.0).double().log() - 6)) / w.sum(-1, keepdim=True)
+    )
     expected = torch.autograd.grad(reference(x.double()).square().sum(), list(reference.parameters()))
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 
 from sigattn import convert  # noqa: E402
@@ -99,20 +100,6 @@ class TestSaved:
         model.model.save_pretrained(tmp_path / "part")
         assert torch.equal(AutoModel.from_pretrained(tmp_path / "part")(**inputs)[0], expected)
 
-    def test_half_precision(self, tmp_path):
-        """The biases stay float32, and so they are saved."""
-        model = converted()
-        model.save_pretrained(tmp_path / "float32")
-        half = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16, device_map="cpu")
-        half.save_pretrained(tmp_path / "bfloat16")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16")
-        assert half.dtype == again.dtype == torch.bfloat16
-        for name, parameter in model.named_parameters():
-            if "sigmoid_bias" in name:
-                assert torch.equal(again.get_parameter(name), parameter)
-        inputs = inputs_of()
-        assert torch.equal(again(**inputs).logits, half(**inputs).logits)
-
     def test_a_part_of_a_composite_model(self, tmp_path):
         """A part's own configuration lists its layers, whether the part or the whole was saved."""
         model = model_of("clip")
@@ -195,3 +182,37 @@ def test_settings_that_contradict_learned_biases_are_refused():
         config = AutoConfig.for_model("llama", **TEXT, sigmoid_bias={"layers.0.self_attn": entry})
         with pytest.raises(ValueError, match="no bias of this version of sigattn"):
             AutoModelForCausalLM.from_config(config)
+
+
+def test_half_precision_is_sharded_as_it_is_loaded(tmp_path):
+    """The biases have the dtype of the weights, which FSDP asks for; their rounding is not seen beside the weights'."""
+    model = converted()
+    ids = torch.randint(3, 50, (2, 24))
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    rounded = copy.deepcopy(half).float()  # computed in float32
+    exact_biases = copy.deepcopy(rounded)
+    exact_biases.load_state_dict({k: v for k, v in model.state_dict().items() if "sigmoid_bias" in k}, strict=False)
+    weights_rounded, both = exact_biases(ids).logits, rounded(ids).logits
+    assert (both - weights_rounded).norm() < 1e-3 * (weights_rounded - model(ids).logits).norm()
+
+    expected = half(ids).logits
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for part in (*half.model.layers, half):
+            fully_shard(part, mesh=mesh)
+        torch.testing.assert_close(half(ids).logits, expected)
+        half(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_biases_of_more_heads_than_the_call_has():
+    """As where a plan of tensor parallelism splits the heads."""
+    model = converted()
+    layer = model.model.layers[0].self_attn
+    layer.sigmoid_bias = VisibleKeysLinearBias(2 * model.config.num_attention_heads)
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        model(torch.randint(3, 50, (1, 7)))

@@ -1,5 +1,6 @@
 """The default bias of converted layers counts the visible keys of each sample, without padding."""
 
+import copy
 import math
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn import convert
+from sigattn.nn import Attention, BatchLengthBias, ContextLengthBias, LearnableBias, VisibleKeysBias
+from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.visible_keys import count_keys_per_query, count_visible_keys
 
 
@@ -120,3 +123,28 @@ def test_keys_of_each_query(hidden):
     causal = torch.full((3, 3), hidden).triu(1)
     assert count_keys_per_query(causal, 3).flatten().tolist() == [1, 2, 3]
     assert count_keys_per_query(torch.full((3, 1), -70.0), 5).flatten().tolist() == [5, 5, 5]
+
+
+RULES = [ContextLengthBias(9), BatchLengthBias(), VisibleKeysBias(), "log_context", "log_sample"]
+
+
+def test_rules_are_six_less_with_normalize():
+    """In layers of this library and of others, by module or by name; numbers and parameters are as given."""
+    x, lengths = torch.randn(2, 9, 8), torch.tensor([9, 9])
+
+    def attend(bias, **options):
+        torch.manual_seed(0)
+        bias = make_bias(bias, max_seq_len=9, num_heads=2) if isinstance(bias, str) else bias
+        return Attention(8, 2, activation="sigmoid", attention_bias=bias, causal=False, normalize=True, **options)
+
+    expected = attend(-math.log(9) - 6)(x)
+    for rule in RULES:
+        torch.testing.assert_close(attend(rule)(x, key_lengths=lengths), expected)
+    torch.testing.assert_close(attend(LearnableBias(-math.log(9) - 6))(x), expected)
+    for bias in (None, VisibleKeysBias()):
+        for layer in (Attend(), nn.MultiheadAttention(8, 2, batch_first=True)):
+            number = copy.deepcopy(layer)
+            convert(layer, bias=bias)
+            convert(number, bias=-math.log(9) - 6)
+            results = [m(x) if isinstance(m, Attend) else m(x, x, x)[0] for m in (layer, number)]
+            torch.testing.assert_close(*results)

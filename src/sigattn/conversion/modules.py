@@ -244,7 +244,7 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
 
 def _settings(bias: AttentionBias) -> dict[str, Any]:
     """Return the settings of ``TransformerConfig`` that make such a bias."""
-    if isinstance(bias, ConstantBias):
+    if isinstance(bias, ConstantBias) and not bias.is_rule:
         return {"activation": "sigmoid", "attention_bias": bias.value}
     if type(bias) is LearnableBias:
         learn = "layer" if bias.value.numel() == 1 else "head"

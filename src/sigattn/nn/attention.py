@@ -360,7 +360,7 @@ class Attention(nn.Module):
         elif rule.needs_visible:
             visible = self._over_sequence(functional.num_visible_keys, query, num_keys, spec).clamp(min=1)
         shard = self.sequence_shard
-        bias: float | Tensor = rule(
+        b: float | Tensor = rule(
             query.shape[2] if shard is None else shard.length,
             num_keys if shard is None else shard.length,
             query_offset=spec.query_offset,
@@ -369,9 +369,9 @@ class Attention(nn.Module):
             visible=visible,
             query=query if rule.needs_query else None,
         )
-        if shard is not None and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == shard.length > 1:
-            return bias.index_select(-2, shard.positions(query.device))
-        return bias
+        if shard is not None and isinstance(b, Tensor) and b.dim() > 1 and b.shape[-2] == shard.length > 1:
+            b = b.index_select(-2, shard.positions(query.device))
+        return rule.of_call(b, self.normalize)
 
     def _over_sequence(
         self, count: Callable[..., Tensor], query: Tensor, num_keys: int, spec: MaskSpec

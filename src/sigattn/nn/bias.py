@@ -16,6 +16,8 @@ tensor that broadcasts to (B, Hq, N, 1).
 ``sigattn.nn.fitted_bias`` has those of models that were converted from softmax, and ``sigattn.nn.bias_rules`` the names
 of biases in configurations.
 
+With ``normalize`` the rules of a number of keys are 6 less, as in the operators; numbers and parameters are not.
+
 With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it
 (``cache_safe`` is False), so that a query's bias in generation differs from that in training. The other biases are the
 same in both.
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.ops import scalars
-from sigattn.ops.problem import log_length_bias, log_size_bias
+from sigattn.ops.problem import NORMALIZED_MARGIN, log_length_bias, log_size_bias
 
 
 class AttentionBias(nn.Module):
@@ -41,6 +43,7 @@ class AttentionBias(nn.Module):
         needs_alibi: True if that number must be the sum of ALiBi's weights exp(-slope · distance) over these keys.
         needs_query: True if the queries must be given.
         cache_safe: True if a query gets the same bias when the keys before it come from a cache.
+        is_rule: True for a rule of a number of keys, from which ``normalize`` subtracts 6, as in the operators.
         full_precision: True if FSDP must not gather the parameters in bfloat16: a bias that is rounded near -7.6
             changes every weight of the attention by up to 1.6 %.
     """
@@ -50,6 +53,7 @@ class AttentionBias(nn.Module):
     needs_alibi = False
     needs_query = False
     cache_safe = True
+    is_rule = False
     full_precision = True
 
     def forward(
@@ -76,6 +80,10 @@ class AttentionBias(nn.Module):
                 with needs_query. Under context parallelism N is the number of this process's queries.
         """
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
+
+    def of_call(self, b: float | Tensor, normalize: bool) -> float | Tensor:
+        """Return the bias of a call, given what ``forward`` returned: less a margin for a rule with ``normalize``."""
+        return b - NORMALIZED_MARGIN if normalize and self.is_rule else b
 
     def output_scale(self, output: Tensor) -> Tensor | None:
         """Return the factor by which the caller multiplies each row of the attention's output; None for 1.
@@ -128,6 +136,8 @@ class ContextLengthBias(ConstantBias):
         max_seq_len: length of the longest sequence, at least 1.
     """
 
+    is_rule = True
+
     def __init__(self, max_seq_len: int) -> None:
         super().__init__(log_length_bias(max_seq_len))
 
@@ -136,6 +146,7 @@ class BatchLengthBias(AttentionBias):
     """Bias of -log M, where M is the number of keys of a call."""
 
     cache_safe = False
+    is_rule = True
 
     def forward(self, num_queries: int, num_keys: int, *, device: torch.device, **_: Any) -> float | Tensor:
         """Return -log of the number of keys, a 0-d tensor while compiling."""
@@ -147,6 +158,7 @@ class SampleLengthBias(AttentionBias):
 
     needs_lengths = True
     cache_safe = False
+    is_rule = True
 
     def forward(
         self, num_queries: int, num_keys: int, *, key_lengths: Tensor | None = None, device: torch.device, **_: Any
@@ -166,6 +178,7 @@ class VisibleKeysBias(AttentionBias):
     """Bias of -log of the number of keys that a query sees: i + 1 for query i of a causal layer without a window."""
 
     needs_visible = True
+    is_rule = True
 
     def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias, (B or 1, Hq or 1, N or 1, 1) in float32.

@@ -10,6 +10,7 @@ from sigattn.nn.bias import (
     AttentionBias,
     BatchLengthBias,
     ConstantBias,
+    ContextLengthBias,
     LearnableBias,
     QueryBias,
     SampleLengthBias,
@@ -49,6 +50,8 @@ def make_bias(
     if rule == "log_context":
         if max_seq_len is None:
             raise ValueError('attention_bias="log_context" needs a longest sequence, which this model does not have')
+        if learn == "no":
+            return ContextLengthBias(max_seq_len)
         rule = log_length_bias(max_seq_len)
     if rule in ("log_visible", "log_alibi") and learn == "head":
         return (VisibleKeysLinearBias if rule == "log_visible" else AlibiLinearBias)(num_heads)

@@ -154,8 +154,8 @@ def multi_head_attention_forward(
     """Compute ``F.multi_head_attention_forward`` with sigmoid attention.
 
     Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as in PyTorch. The separate projections are used if
-    ``in_proj_weight`` is None, too. A ``sigmoid_bias`` of None is -log of each sample's visible keys; ``normalize``
-    divides the weights of each query by their sum.
+    ``in_proj_weight`` is None, too. A ``sigmoid_bias`` of None is -log of each sample's visible keys, 6 less with
+    ``normalize``, which divides the weights of each query by their sum.
 
     Raises:
         ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, masks of
@@ -201,7 +201,7 @@ def multi_head_attention_forward(
     options: dict[str, Any] = {
         "attn_mask": None if causal else mask,  # is_causal is faster than the same mask as a tensor
         "is_causal": causal,
-        "bias": evaluate_bias(sigmoid_bias, q, k, mask),
+        "bias": evaluate_bias(sigmoid_bias, q, k, mask, normalize=normalize),
         "normalize": normalize,
     }
     out = sigmoid_attention(q, k, v, dropout_p=dropout_p if training else 0.0, **options)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sigattn.nn.bias import AttentionBias, VisibleKeysBias
 from sigattn.ops.positions import band
-from sigattn.ops.problem import at_least, combine_window, log_length_bias, log_size_bias
+from sigattn.ops.problem import NORMALIZED_MARGIN, at_least, combine_window, log_length_bias, log_size_bias
 
 HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, -100 + bias (Swin)
 
@@ -49,17 +49,19 @@ def evaluate_bias(
     key: Tensor,
     mask: Tensor | None = None,
     *,
+    normalize: bool,
     is_causal: bool = False,
     window: tuple[int, int] | None = None,
 ) -> float | Tensor | None:
     """Return b of a bias for a call of an attention function.
 
     Args:
-        bias: the bias; None for -log of the number of keys that at least one query of a sample sees.
+        bias: the bias; None for -log of the number of keys that at least one query of a sample sees, 6 less with
+            ``normalize``.
         query, key: (B, Hq, N, D), (B, Hkv, M, D); biases with neither needs_visible nor needs_query accept any
             (…, N, D) and (…, M, D).
         mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-        is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
+        normalize, is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
 
     Returns:
         The ``bias`` of ``sigmoid_attention``; None, its own rule, for a bias of None and nested tensors with holes.
@@ -69,7 +71,8 @@ def evaluate_bias(
         TypeError: for a bias with needs_alibi: the mask does not say which part of it is ALiBi's.
     """
     if bias is None:
-        return _bias_of_samples(query, key, mask, is_causal)
+        b_of_samples = _bias_of_samples(query, key, mask, is_causal)
+        return b_of_samples - NORMALIZED_MARGIN if normalize and b_of_samples is not None else b_of_samples
     if bias.needs_alibi:
         raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention with Alibi only, not for other layers")
     num_queries, num_keys = query.shape[-2], key.shape[-2]
@@ -82,17 +85,21 @@ def evaluate_bias(
             )
         sides = combine_window(window, is_causal)
         if type(bias) is VisibleKeysBias and mask is None and max(sides) < 0:
-            return log_size_bias(num_keys, query.device)  # a number is faster than the same value for each query
+            b = log_size_bias(num_keys, query.device)  # a number is faster than the same value for each query
+            return bias.of_call(b, normalize)
         visible = _count_visible(mask, num_queries, num_keys, sides, query.device) if bias.needs_visible else None
-    b: float | Tensor = bias(
-        num_queries, num_keys, device=query.device, visible=visible, query=query if bias.needs_query else None
-    )
+    b = bias(num_queries, num_keys, device=query.device, visible=visible, query=query if bias.needs_query else None)
+    if isinstance(b, Tensor) and b.dim() > 2 and query.dim() == 4 and b.shape[-3] not in (1, query.shape[1]):
+        raise ValueError(
+            f"the layer has biases of {b.shape[-3]} heads, and the query {query.shape[1]} heads: tensor parallelism "
+            "(tp_plan) splits the heads of a layer but not its biases; load a converted model without it"
+        )
     if isinstance(b, Tensor) and b.dim() == 3 and query.dim() != 4:
         raise ValueError(
             f"a bias for each head needs queries of shape (B, H, N, D), got {tuple(query.shape)}: take one bias for "
             "the layer"
         )
-    return b
+    return bias.of_call(b, normalize)
 
 
 def _bias_of_samples(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.ops import reference
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import NORMALIZED_MARGIN, log_length_bias
 
 MASKED_BELOW = -1000.0
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
@@ -45,7 +45,7 @@ class WrittenSoftmax(NamedTuple):
         """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
 
         Args:
-            bias: b, or None for -log of the number of visible keys of each row.
+            bias: b, or None for -log of the number of visible keys of each row, 6 less with ``normalize``.
             normalize: divide by the sum.
 
         Raises:
@@ -53,16 +53,17 @@ class WrittenSoftmax(NamedTuple):
         """
         wide = torch.promote_types(torch.promote_types(self.logits.dtype, self.dtype), torch.float32)
         visible = self.visible
-        logits = self.logits.to(wide).masked_fill(~visible, 0) + self._evaluate(bias)
+        logits = self.logits.to(wide).masked_fill(~visible, 0) + self._evaluate(bias, normalize)
         return reference.weights_of(logits, visible, "sigmoid", normalize).to(self.dtype)
 
-    def _evaluate(self, bias: AttentionBias | None) -> float | Tensor:
+    def _evaluate(self, bias: AttentionBias | None, normalize: bool) -> float | Tensor:
         if bias is None:
-            return log_length_bias(self.num_visible)
+            return log_length_bias(self.num_visible) - (NORMALIZED_MARGIN if normalize else 0.0)
         shape = self.logits.shape
         rows = shape[-2] if len(shape) > 1 else 1
         count = self.num_visible
         b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
+        b = bias.of_call(b, normalize)
         if not isinstance(b, Tensor):
             return b
         if b.numel() == 1:

@@ -85,7 +85,7 @@ class Call(NamedTuple):
         if isinstance(bias, float):
             b = bias
         else:
-            b = evaluate_bias(bias, self.query, self.key, self.mask, is_causal=self.causal)
+            b = evaluate_bias(bias, self.query, self.key, self.mask, normalize=normalize, is_causal=self.causal)
         return sigmoid_attention(
             *(self.query, self.key, self.value, self.mask),
             dropout_p=self.dropout,

@@ -79,12 +79,12 @@ def describe(bias: nn.Module) -> dict[str, Any]:
 
 
 def create(entry: Any) -> nn.Module:
-    """Return a bias of an entry of a record, in float32 and with initial values; ValueError for an unknown entry."""
+    """Return a bias of an entry of a record, with initial values; ValueError for an unknown entry."""
     if entry == {"kind": KeptSoftmax.__name__}:
         return KeptSoftmax()
     num_heads: Any = entry.get("num_heads") if isinstance(entry, dict) else None
     if entry == {"kind": VisibleKeysLinearBias.__name__, "num_heads": num_heads}:
-        return VisibleKeysLinearBias(num_heads).float()
+        return VisibleKeysLinearBias(num_heads)
     raise ValueError(
         f"config.sigmoid_bias has {entry!r} for a layer, which is no bias of this version of sigattn "
         "(VisibleKeysLinearBias, KeptSoftmax): load the model with the version that saved it"
@@ -94,7 +94,8 @@ def create(entry: Any) -> nn.Module:
 def attach(model: PreTrainedModel) -> None:
     """Add the biases that the configuration records to the layers of a new model, with initial values.
 
-    The values are kept in float32 when weights are loaded in half precision: b ≈ -7 has errors of 0.02 in bfloat16.
+    They have the dtype of the model's weights: the rounding of b ≈ -7 changes all weights of a row alike, and they are
+    divided by their sum.
     """
     record = getattr(model.config, ATTRIBUTE, None)
     if not isinstance(record, dict):
@@ -105,7 +106,6 @@ def attach(model: PreTrainedModel) -> None:
             layer.sigmoid_bias = create(entry)
             if isinstance(layer.sigmoid_bias, KeptSoftmax):
                 restore_class(layer)
-            model._keep_in_fp32_modules_strict.add(ATTRIBUTE)
 
 
 def is_kept(model: PreTrainedModel, name: str) -> bool:
