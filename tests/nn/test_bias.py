@@ -96,7 +96,7 @@ WRONG = {
     "depends on .*pass visible": lambda: VisibleKeysLinearBias(H)(3, 3, **CPU),
     "is abstract": lambda: AttentionBias()(5, 7, **CPU),
     "sigattn.nn.Attention with Alibi only": lambda: evaluate_bias(
-        AlibiKeysBias(), torch.randn(2, H, 9, 4), torch.randn(2, H, 9, 4), is_causal=True
+        AlibiKeysBias(), *torch.randn(2, 2, H, 9, 4), normalize=False
     ),
     "learned bias for each head": lambda: Attention(
         E, H, activation="sigmoid", attention_bias=LearnableBias(-1.0, H)
