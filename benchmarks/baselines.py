@@ -208,13 +208,14 @@ def _compiled_naive(strict: bool) -> AttentionFunction:
     return call
 
 
-def sigattn_default(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    """Sigmoid attention of this library, by its default backend."""
-    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias)
+def with_backend(backend: str | None) -> AttentionFunction:
+    """Return sigmoid attention of this library by a backend; None is the default."""
 
+    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+        options = {"is_causal": o.causal, "bias": o.bias, "alibi_slopes": o.slopes}
+        return sigattn.sigmoid_attention(q, k, v, backend=backend, **options)
 
-def _sigattn_triton(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend="triton")
+    return call
 
 
 def _sdpa(backend: str) -> AttentionFunction:
@@ -290,7 +291,7 @@ _FLASH_3 = _flash_layout("flash_attn_interface", "flash_attn_func", {"causal": "
 _FLASH_SIGMOID = _flash_layout("flash_sigmoid", "flash_attn_func", _SIGMOID_OPTIONS)
 _TRITON_SIGMOID = _flash_layout("triton_sigmoid", "sigmoid_attention", {"is_causal": "causal", "sigmoid_bias": "bias"})
 IMPLEMENTATIONS = {
-    OURS: Implementation(False, _sigattn_triton, "triton", cpu=True, alibi=True),
+    OURS: Implementation(False, with_backend("triton"), "triton", cpu=True, alibi=True),
     "sigattn fast": Implementation(False, _FAST, "triton", alibi=True),
     "cuDNN softmax": Implementation(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
     "flash softmax": Implementation(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
@@ -306,7 +307,7 @@ IMPLEMENTATIONS = {
 }
 CPU_IMPLEMENTATIONS = {
     SDPA: IMPLEMENTATIONS[SDPA],
-    OURS: Implementation(False, sigattn_default, cpu=True),
+    OURS: Implementation(False, with_backend(None), cpu=True),
     NAIVE: IMPLEMENTATIONS[NAIVE],
     COMPILED_NAIVE: Implementation(False, _compiled_naive(False), cpu=True),  # as users compile it
 }

@@ -6,13 +6,35 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import hopper_model, machine_code
+from benchmarks import machine_code
 from sigattn.ops.triton import tuning
 
 # dK and dV in two passes over the queries
 PARTS: dict[str, dict[str, Any]] = {"dk": {"grad_value": None}, "dv": {"grad_key": None}}
-PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2}
-HOPPER_ROWS = 128  # queries or keys of a tile of the Hopper kernels: two warp groups with 64 each
+# Shared memory in KiB, warps and programs of a multiprocessor (CUDA C++ Programming Guide, technical specifications).
+_LIMITS = {
+    80: (164, 64, 32),
+    86: (100, 48, 16),
+    87: (164, 48, 16),
+    89: (100, 48, 24),
+    90: (228, 64, 32),
+    100: (228, 64, 32),
+    120: (100, 48, 24),
+}
+_REGISTERS = 65536  # of a multiprocessor, on every architecture
+_FMA = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2", "HFMA2", "HADD2", "HMUL2", "IMAD")
+_TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCMMA", "QGMMA", "IGMMA", "UTCQMMA")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions per score in an innermost loop."""
+
+    special: float  # of the special-function unit (MUFU)
+    fma: float
+    all: float
+    selects: float  # comparisons and selections, the cost of masks
+    spills: int  # stores to and loads from local memory in one iteration
 
 
 @dataclass(frozen=True)
@@ -31,27 +53,11 @@ class CompiledKernel:
     programs: int | None  # that fit a multiprocessor; None for an architecture with unknown limits
     advisories: list[str]  # of ptxas, that it serialised asynchronous tensor core instructions
     tensor_instructions: str
-    loops: tuple[hopper_model.Loop, ...]  # that over tiles without a mask first
-
-    def cycles(self, loop: hopper_model.Loop) -> dict[str, float]:
-        """Return the cycles of a Hopper multiprocessor per score, by unit; for sm_90 also ``time``, by the model."""
-        kernel, _, variant = self.kernel.partition(",")
-        found = loop.cycles(PRODUCTS[kernel], self.head_dim)
-        if self.architecture == 90 and self.programs and kernel != tuning.DECODE:
-            gluon = "Gluon" in variant
-            by_keys = kernel in (tuning.DKDV, *PARTS)
-            rows = HOPPER_ROWS if gluon else self.config.block_n if by_keys else self.config.block_m
-            row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
-            found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)
-        return found
+    loops: tuple[Loop, ...]  # that over tiles without a mask first
 
     def to_row(self) -> dict[str, Any]:
         """Return the row of the results file."""
-        return {
-            **{k: v for k, v in asdict(self).items() if k != "loops"},
-            "config": self.config._asdict(),
-            "loops": [{**asdict(loop), "hopper_cycles": self.cycles(loop)} for loop in self.loops],
-        }
+        return {**asdict(self), "config": self.config._asdict()}
 
 
 def summarize(
@@ -66,10 +72,10 @@ def summarize(
     """
     registers, code = machine_code.disassemble(compiled.asm["cubin"])
     bodies = machine_code.inner_loops(code)
-    loops = sorted((hopper_model.loop_of(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
+    loops = sorted((_loop(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
     if not loops:
         raise RuntimeError(f"no loop computes weights in {described} on sm_{architecture}, {config}")
-    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(hopper_model.TENSOR))
+    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(_TENSOR))
     shared = compiled.metadata.shared
     return CompiledKernel(
         **described,
@@ -78,8 +84,32 @@ def summarize(
         registers=registers,
         spills=sum(op.startswith(("STL", "LDL")) for op, _ in code),
         shared=shared,
-        programs=hopper_model.programs(architecture, registers, config.warps, shared),
+        programs=programs(architecture, registers, config.warps, shared),
         advisories=machine_code.advisories(log),
         tensor_instructions=", ".join(tensor) or "none",
         loops=tuple(loops),
     )
+
+
+def _loop(body: list[tuple[str, str]], scores: float) -> Loop:
+    """Count a loop's instructions, (operation, operands); ``scores`` is the number of scores per thread and tile."""
+    heads = [op.split(".")[0] for op, _ in body]
+
+    def per_score(*names: str) -> float:
+        return sum(h in names for h in heads) / scores
+
+    selects, spills = per_score("ISETP", "FSETP", "SEL", "FSEL"), sum(h in ("STL", "LDL") for h in heads)
+    return Loop(per_score("MUFU"), per_score(*_FMA), len(heads) / scores, selects, spills)
+
+
+def programs(architecture: int, registers: int, warps: int, shared: int) -> int | None:
+    """Return how many programs fit a multiprocessor at a time; None for an architecture whose limits are not known.
+
+    registers: of a thread. shared: bytes of a program.
+    """
+    if architecture not in _LIMITS:
+        return None
+    memory, max_warps, max_programs = _LIMITS[architecture]
+    per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
+    by_registers = 4 * (_REGISTERS // 4 // per_warp) // warps  # each quarter of the multiprocessor has its own
+    return min(by_registers, memory * 1024 // (shared + 1024), max_warps // warps, max_programs)

@@ -21,9 +21,11 @@ from benchmarks.baselines import (
     CPU_IMPLEMENTATIONS,
     FORWARD,
     NAIVE,
+    OURS,
     SDPA,
     TRAINING,
     Implementation,
+    with_backend,
 )
 from benchmarks.inputs import DTYPES, random_inputs
 from benchmarks.tables import print_rows
@@ -54,6 +56,7 @@ class CpuBenchmark:
         threads: PyTorch's threads.
         rounds: how often each implementation is timed (a third as often beyond 4096 tokens).
         compiled: also time the compiled plain formula.
+        backends: also time these backends of sigattn, "blocked" and "llvm", besides its default.
         memory: also measure peak memory, at 4096 tokens and, with one head, 65,536.
         isa: "avx2" or "avx512" (without BF16 and AMX): hold PyTorch, oneDNN, MKL and our kernels to these
             instructions, in a process of its own; None for all that the processor has.
@@ -68,6 +71,7 @@ class CpuBenchmark:
     threads: int = 2
     rounds: int = 9
     compiled: bool = True
+    backends: tuple[str, ...] = ()
     memory: bool = True
     isa: str | None = None
     max_naive_gib: float = 3.0
@@ -77,6 +81,7 @@ class CpuBenchmark:
         check_at_least(1, self, "lengths", "num_heads", "head_dim", "threads", "rounds")
         check_not_negative(self, "max_naive_gib")
         check_among(("float32", "bfloat16"), self, "dtypes")
+        check_among(("blocked", "llvm"), self, "backends")
         if self.isa is not None:
             check_among(tuple(isa.ISAS), self, "isa")
         check_not_empty(self, "lengths", "dtypes")
@@ -126,7 +131,8 @@ def implementations(config: CpuBenchmark, n: int) -> dict[str, Implementation]:
     omitted = {NAIVE, COMPILED_NAIVE} if naive_gib > config.max_naive_gib else set()
     if not config.compiled:
         omitted.add(COMPILED_NAIVE)
-    return {name: found for name, found in CPU_IMPLEMENTATIONS.items() if name not in omitted}
+    chosen = {name: found for name, found in CPU_IMPLEMENTATIONS.items() if name not in omitted}
+    return chosen | {f"{OURS}, {name}": Implementation(False, with_backend(name), cpu=True) for name in config.backends}
 
 
 def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sigattn
 from benchmarks import gpu
+from benchmarks.inputs import DTYPES
 from benchmarks.timing import capture_graph, time_calls
 from sigattn.ops.triton import tuning
 
@@ -30,7 +31,6 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Case = tuple[dict[str, Attention], tuple[int, int, int, int], torch.dtype]
 
 TINY = not torch.cuda.is_available()
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OPTIONS = (
     "plain", "causal", "bool mask", "float mask", "padding", "lengths", "alibi causal", "window", "softcap",
     "bias of heads", "low bias of heads", "gqa causal", "cross", "packed causal", "fast",

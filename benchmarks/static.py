@@ -1,19 +1,18 @@
 """``python -m benchmarks static``: compile the GPU kernels and analyse their machine code, without a GPU.
 
-For the default configurations of each architecture it reports registers, spills, shared memory, the instructions per
-score of each unit in the innermost loop and, by a model of Hopper, the cycles that each unit takes per score.
+For the default configurations of each architecture it reports registers, spills, shared memory and, for the innermost
+loop, instructions per score.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine_code, provenance, static_hopper, tile_shapes
+from benchmarks import machine_code, provenance, static_hopper
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
 from benchmarks.tables import mask_name
 from sigattn.ops.hopper import launch as launch_hopper
@@ -23,7 +22,6 @@ from sigattn.tables import print_table
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
-_CYCLES = ("special", "issue", "tensor", "time")
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -35,15 +33,12 @@ class StaticBenchmark:
         architectures: compute capabilities, 90 for sm_90.
         head_dims: D = Dv.
         dtypes: "bfloat16", "float16", "float32".
-        variants: for sm_90 in bfloat16, also compile what is not the default: the other forms of σ, and every
-            candidate of the Hopper kernels.
         results: where to write the results (JSON); None writes none.
     """
 
     architectures: tuple[int, ...] = (80, 90, 100)
     head_dims: tuple[int, ...] = (64, 128)
     dtypes: tuple[str, ...] = ("bfloat16",)
-    variants: bool = False
     results: Path | None = Path("runs/benchmarks/static.json")
 
     def __post_init__(self) -> None:
@@ -75,11 +70,8 @@ def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
         for kernel in kernels_of(architecture, d, dtype)
         for causal in (False, True)
     ]
-    if 90 in config.architectures and "bfloat16" in config.dtypes:
-        if launch_hopper.WIDTH in config.head_dims:
-            kernels += static_hopper.compile_all(candidates=config.variants)
-        if config.variants:
-            kernels += [variant for d in config.head_dims for variant in _variants(d)]
+    if 90 in config.architectures and "bfloat16" in config.dtypes and launch_hopper.WIDTH in config.head_dims:
+        kernels += static_hopper.compile_all()
     rows = [kernel.to_row() for kernel in kernels]
     for architecture in config.architectures:
         print_architecture(kernels, architecture)
@@ -93,21 +85,6 @@ def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
     """Return the names of the kernels that a plain call may launch."""
     split_dkdv = tuning.kernel_config(tuning.DKDV, architecture, head_dim, 4 if dtype == "float32" else 2).split_dkdv
     return [tuning.FWD, *(PARTS if split_dkdv else [tuning.DKDV]), tuning.DQ, tuning.DECODE]
-
-
-def _variants(head_dim: int) -> Iterator[CompiledKernel]:
-    """Compile what is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
-    for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
-        default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2, True)
-        for form in ("accurate", "paired", "paired-rcp", "exact", "fast"):
-            if form != default.sigmoid:
-                variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
-                yield replace(variant, kernel=f"{kernel}, {form}")
-        if kernel not in PARTS:
-            # the first two candidates of ``python -m benchmarks tune`` that use TMA
-            for config in [c for c in tile_shapes.candidates(kernel, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
-                variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config)
-                yield replace(variant, kernel=f"{kernel}, TMA")
 
 
 def compile_kernel(
@@ -235,12 +212,11 @@ def _signature(arguments: list[tuple[str, Any]]) -> tuple[dict[str, Any], dict[A
 
 
 def print_architecture(kernels: list[CompiledKernel], architecture: int) -> None:
-    """Print a table of one architecture's kernels, with instructions and cycles per score in the first loop."""
-    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all", *_CYCLES)
+    """Print a table of one architecture's kernels, with the instructions per score in the first loop."""
+    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all")
     rows = []
     for r in (r for r in kernels if r.architecture == architecture):
         loop = r.loops[0]
-        cycles = r.cycles(loop)
         rows.append(
             (
                 r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
@@ -254,8 +230,7 @@ def print_architecture(kernels: list[CompiledKernel], architecture: int) -> None
                 f"{loop.special:.2f}",
                 f"{loop.fma:.1f}",
                 f"{loop.all:.1f}",
-                *(f"{cycles[unit]:.3f}" if unit in cycles else "" for unit in _CYCLES),
             )
         )
-    title = f"sm_{architecture}: instructions per score in the loop without masks, and their cycles on Hopper"
-    print_table(columns, rows, title=title, right=columns[3:], min_width=126)  # it has no columns to spare
+    title = f"sm_{architecture}: instructions per score in the loop without masks"
+    print_table(columns, rows, title=title, right=columns[3:])

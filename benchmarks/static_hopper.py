@@ -6,12 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import machine_code, tile_shapes
+from benchmarks import machine_code
 from benchmarks.compiled_kernel import CompiledKernel, summarize
-from sigattn.ops.hopper.launch import WARP_GROUPS, WIDTH
+from sigattn.ops.hopper.launch import ROWS, WARP_GROUPS, WIDTH
 from sigattn.ops.triton import tuning
 
-ROWS = 64  # of a group of four warps
 _OWN = {
     tuning.FWD: ("query", "out"),
     tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
@@ -20,12 +19,11 @@ _OWN = {
 _WALKED = {"query", "key", "value", "grad_out"}
 
 
-def compile_all(*, candidates: bool = False) -> list[CompiledKernel]:
-    """Compile every kernel of the tables, full and causal; or every candidate for them."""
+def compile_all() -> list[CompiledKernel]:
+    """Compile every kernel of the tables, full and causal."""
     return [
         compile_kernel(kernel, causal, config, normalize)
-        for kernel in tuning.HOPPER_CONFIGS
-        for config in (tile_shapes.hopper_candidates(kernel) if candidates else [tuning.HOPPER_CONFIGS[kernel]])
+        for kernel, config in tuning.HOPPER_CONFIGS.items()
         for causal, normalize in ((False, False), (True, False), (True, True))
         if not (normalize and kernel == tuning.DKDV)
     ]
@@ -53,14 +51,14 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
     if line := missing_fence(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, {config}: no fence and barrier before {line}")
-    scores = ROWS * config.block / 128
+    scores = ROWS * config.block / 128  # of a thread of a group of four warps
     shape = (ROWS, config.block) if kernel != tuning.DKDV else (config.block, ROWS)
     tile = tuning.Config(*shape, 4 + 4 * WARP_GROUPS[kernel], config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", normalize" if normalize else "")
     described = {"kernel": name, "dtype": "bfloat16", "head_dim": WIDTH, "causal": causal}
     found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
-    loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
+    loops = [replace(x, all=x.all - x.selects, selects=0.0) for x in found.loops]
     return replace(found, loops=tuple(loops))
 
 

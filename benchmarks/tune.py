@@ -8,7 +8,6 @@ The result is advice: the tables are changed only by hand, together with the mea
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,8 +52,6 @@ class TuneBenchmark(TimedBenchmark):
         dtype: "bfloat16" or "float16".
         max_flops: FLOPs of a forward pass; determines the batch size.
         max_candidates: candidates of each kernel in addition to the current configuration; None is all.
-        warp_specialized: time the Hopper kernels (docs/speed.md) instead of tile shapes.
-        variants: time one configuration of each approach instead of tile shapes: TMA, the Hopper kernels.
         max_seconds: when to stop; cases that were not reached are listed in the results.
         results: folder for the results (JSON).
     """
@@ -65,8 +62,6 @@ class TuneBenchmark(TimedBenchmark):
     dtype: str = "bfloat16"
     max_flops: float = 5e11
     max_candidates: int | None = None
-    warp_specialized: bool = False
-    variants: bool = False
     rounds: int = 3
     round_seconds: float = 0.004
     max_seconds: float = 300.0
@@ -78,8 +73,6 @@ class TuneBenchmark(TimedBenchmark):
         validation.check_positive(self, "max_flops", "max_seconds")
         validation.check_among(("bfloat16", "float16"), self, "dtype")
         validation.check_not_empty(self, "lengths", "head_dims")
-        if self.warp_specialized and self.variants:
-            raise validation.SettingsError("warp_specialized and variants exclude each other")
 
 
 class Case(NamedTuple):
@@ -102,22 +95,19 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
     """
     gpu.device()
     start = time.perf_counter()
-    # the kernels of one problem are compiled together before they are timed; variants, which are few, all at once
+    # the kernels of one problem are compiled together before they are timed
     batches = [
         [Case(n, d, causal, kernel) for kernel in PASSES]
         for n in config.lengths
         for causal in (False, True)
         for d in config.head_dims
     ]
-    if config.variants:
-        batches = [[case for cases in batches for case in cases]]
     with ResultsFile.of("tune", config) as results:
         for cases in batches:
             candidates = {case: candidates_of(config, case) for case in cases if not results.has(case)}
             in_time = time.perf_counter() - start <= config.max_seconds
             tasks = {case: [(config, case, c) for c in found] for case, found in candidates.items()}
-            chunk = 2 if config.variants else 4
-            failed = subprocesses.find_failures("benchmarks.tune:try_once", tasks, chunk=chunk) if in_time else {}
+            failed = subprocesses.find_failures("benchmarks.tune:try_once", tasks, chunk=4) if in_time else {}
             for case in results.remaining(cases, None if in_time else -1.0):
                 rows = results.add(case, measure(config, case, candidates[case], failed[case]))
                 _print_fastest(rows, case)
@@ -127,23 +117,14 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
     return written
 
 
-def current_config(config: TuneBenchmark, case: Case) -> tuning.Config:
-    """Return the tables' tile shape."""
-    itemsize = DTYPES[config.dtype].itemsize
-    return tuning.kernel_config(case.kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize, True)
-
-
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
-    """Return the candidates of a case, the current configuration first."""
-    current = current_config(config, case)
-    found: list[Candidate] = [current]
-    if config.variants:
-        found += [current._replace(tma=not current.tma)]
-        found += [tuning.HOPPER_CONFIGS[case.kernel]] if case.head_dim == launch_hopper.WIDTH else []
-    elif config.warp_specialized:
-        found += tile_shapes.hopper_candidates(case.kernel) if case.head_dim == launch_hopper.WIDTH else []
-    else:
-        found += [c for c in tile_shapes.candidates(case.kernel, case.head_dim) if c != current]
+    """Return the candidates of a case, the current configuration first: tile shapes, and Hopper kernels on an H100."""
+    architecture, itemsize = kernel_args.architecture(gpu.device()), DTYPES[config.dtype].itemsize
+    portable = tuning.kernel_config(case.kernel, architecture, case.head_dim, itemsize, True)
+    found: list[Candidate] = [portable, *tile_shapes.candidates(case.kernel, case.head_dim)]
+    if architecture == 90 and case.head_dim == launch_hopper.WIDTH:
+        found = [tuning.HOPPER_CONFIGS[case.kernel], *tile_shapes.hopper_candidates(case.kernel), *found]
+    found = list(dict.fromkeys(found))
     return found if config.max_candidates is None else found[: 1 + config.max_candidates]
 
 
@@ -159,19 +140,6 @@ def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
     config, case, candidate = task
     _call(*problem_of(config, case, 1), case.kernel, candidate)()
     synchronize()
-
-
-def run_for_profiler(config: TuneBenchmark) -> None:
-    """Run each candidate of each kernel twice, under a profiler."""
-    for d in config.head_dims:
-        for kernel in PASSES:
-            case = Case(config.lengths[0], d, False, kernel)
-            for candidate in candidates_of(config, case):
-                try:
-                    for _ in range(2):
-                        try_once((config, case, candidate))
-                except Exception as error:  # go on with the next candidate
-                    print(f"{case} {_name(candidate)}: {error}", file=sys.stderr)
 
 
 def measure(
@@ -262,8 +230,8 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
         return config
 
     special = {changed: candidate} if isinstance(candidate, tuning.HopperConfig) else {}
-    if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), inputs.grad_out)) is not None:
-        raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
+    if special and not launch_hopper.supports(kernel_args.prepare(problem), inputs.grad_out):
+        raise provenance.BenchmarkError("the Hopper kernels do not support this problem")
     try:
         tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.SHRINK_TILES = kernel_config, special, False
         tuning.TMA_MIN_WEIGHTS = 0

@@ -23,7 +23,8 @@ LEFT_OUT = {
         f"sigattn.ops.{name}"
         for name in ("autocast", "broadcasting", "nested", "positions", "reference", "scalars", "vmap")
     ),
-    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
+    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "dropout", "forward")),
+    *(f"sigattn.ops.triton.{name}" for name in ("rows", "scores", "tile")),
     *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
     *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "padding", "validation", "varlen")),
     "sigattn.nn.functional",

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import hopper_model, machine_code, static, static_hopper, tile_shapes
+from benchmarks import compiled_kernel, machine_code, static, static_hopper, tile_shapes
 from sigattn.ops.triton import tuning
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -226,22 +226,7 @@ def test_programs_on_a_multiprocessor():
     registers = [(90, 128, 8, 80, 2), (90, 129, 8, 80, 1), (90, 159, 4, 73, 3)]
     memory_or_warps = [(90, 64, 4, 113, 2), (90, 64, 4, 114, 1), (86, 32, 4, 4, 12), (75, 32, 4, 4, None)]
     for *case, kib, expected in [*registers, *memory_or_warps]:
-        assert hopper_model.programs(*case, kib * 1024) == expected
-
-
-def test_time_of_a_score():
-    """Two programs overlap, one does not, and copies are the limit where few rows share them."""
-    body = [("HGMMA.64x64x16.F32.BF16", " R24, gdesc[UR4], R24")] * 4 + [("FFMA", " R1, R2, R3, R4")] * 320
-    body += [("HGMMA.64x64x16.F32.BF16", " R88, R132, gdesc[UR16].tnspB, R88")] * 4
-    loop = hopper_model.loop_of(body, 32.0)  # a tile of 64 × 64 in four warps, D = 64
-    cycles = loop.cycles(2, 64)
-    assert (loop.tensor_cycles, cycles["tensor"], loop.operand_bytes) == (1 / 16, 1 / 16, 4 + 2)
-    assert cycles["issue"] == 328 / 32 / 128
-    times = [loop.time(cycles, n, 128, 256, overlapping=o) for n, o in ((1, False), (2, False), (1, True))]
-    assert times == [1 / 16 + 328 / 32 / 128, 328 / 4096, 328 / 4096]
-    assert loop.time(cycles, 2, 64, 256, overlapping=False) == pytest.approx(4 * 132 / 5120)
-    narrow = hopper_model.loop_of([("HGMMA.64x32x16.F32.BF16", " R24, gdesc[UR4], RZ, !UPT")], 16.0)
-    assert narrow.tensor_cycles * 2048 == 3072 / 128  # its operands take longer than its product
+        assert compiled_kernel.programs(*case, kib * 1024) == expected
 
 
 def test_which_advisories_say_that_products_are_serialised():

@@ -103,7 +103,7 @@ def calls(*configs):
         (HopperConfig(128, 3), torch.bfloat16),
         (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
         (HopperConfig(64, 3), torch.float16),
-        (HopperConfig(64, 3, sigmoid="accurate"), torch.float16),
+        (HopperConfig(64, 3, sigmoid="paired-rcp"), torch.float16),
     ),
 )
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
@@ -118,7 +118,7 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     ("config", "dtype", "size", "causal"),
     calls(
         (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(64, 2, sigmoid="accurate"), torch.bfloat16),
+        (HopperConfig(64, 2, sigmoid="paired-rcp"), torch.bfloat16),
         (HopperConfig(128, 3), torch.float16),
         (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
     ),
@@ -132,7 +132,7 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
     assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
-@pytest.mark.parametrize("sigmoid", ["accurate", "paired"])
+@pytest.mark.parametrize("sigmoid", ["paired-rcp", "paired"])
 def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, HopperConfig(64, 2, sigmoid=sigmoid))
     p, _ = problem_of(130, 130, False, torch.bfloat16)
@@ -210,7 +210,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: tuning.HOPPER_CONFIGS[kernel]})
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
-    assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
+    assert launch_hopper.supports(kernel_args.prepare(p), grad)
     if kernel == tuning.FWD:
         check_forward(p, what)
     else:
@@ -219,7 +219,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
 
 def test_unsupported_problems(simulated):
     p, _ = problem_of(130, 130, True, torch.bfloat16)
-    assert launch_hopper.unavailable(kernel_args.prepare(p)) is None
+    assert launch_hopper.supports(kernel_args.prepare(p))
     others = [
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
@@ -235,7 +235,7 @@ def test_unsupported_problems(simulated):
         p._replace(**{name: getattr(p, name)[..., :64] for name in ("query", "key", "value")}),
     ]
     for other in others:
-        assert launch_hopper.unavailable(kernel_args.prepare(other)) is not None
+        assert not launch_hopper.supports(kernel_args.prepare(other))
 
 
 # lines without which a kernel is wrong, with the error, or None if a number is wrong in some order of events

@@ -41,19 +41,16 @@ __all__ = ["hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"]
 
 
 class BackwardMemory(NamedTuple):
-    """Shared memory: tiles of two tensors that both groups hold, rings for tiles of two tensors that they walk.
+    """Shared memory and barriers."""
 
-    And barriers for full and empty slots of each; own ones are released by their group, those of rings by both.
-    """
-
-    own_first: Any
+    own_first: Any  # tiles of two tensors that the groups hold
     own_second: Any
-    first: Any
+    first: Any  # rings for tiles of two tensors that they walk
     second: Any
-    own_full: Any
-    own_empty: Any
+    own_full: Any  # barriers of the slots
+    own_empty: Any  # released by the slot's group
     full: Any
-    empty: Any
+    empty: Any  # released by both groups
 
 
 @gluon.jit
@@ -152,7 +149,7 @@ def consume_queries(
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
             dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
+            ds = logit_gradient(p, p, dp, scales.unit, scales.lower, OPT.SHIFTED)
             operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
             dk = warpgroup_mma(operand_ds, memory.first.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
             acc_v, acc_k = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -241,7 +238,7 @@ def consume_keys(
             if OPT.NORMALIZE:
                 dp = (dp - delta) * gain
             # keys beyond the last have v = 0, and so no gradient
-            ds = logit_gradient(p, dp, scales.unit, scales.lower, OPT.SHIFTED)
+            ds = logit_gradient(p, p, dp, scales.unit, scales.lower, OPT.SHIFTED)
             operand = gl.convert_layout(ds.to(grad_query.dtype), operand_layout)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
             dq = warpgroup_mma(operand, memory.first.index(slot).reshape([BLOCK, D]), acc, is_async=True)

@@ -26,55 +26,43 @@ __all__ = ["HeadBias", "HopperOptions", "Scales", "Sizes"]
 
 
 class Sizes(NamedTuple):
-    """Numbers of queries, keys and query heads of a sample, position of its first query, and the tile scheduler's.
-
-    batch_heads: heads of all samples (of queries, or of keys in the kernel of dK and dV). section: heads whose tiles
-    are ordered by length together. turns: of this program.
-    """
+    """Numbers of queries, keys and query heads of a sample, position of its first query, and the tile scheduler's."""
 
     len_q: Any
     len_k: Any
     heads: Any
     query_offset: Any
-    batch_heads: Any
-    section: Any
-    turns: Any
+    batch_heads: Any  # heads of all samples (of queries, or of keys in the kernel of dK and dV)
+    section: Any  # heads whose tiles are ordered by length together
+    turns: Any  # of this program
 
 
 class Scales(NamedTuple):
-    """Factors and terms, as in the portable kernels (triton/args.py, triton/activation.py).
-
-    z = z · Q Kᵀ + bias; ``unit`` is 2^-shift of float16 weights, ``lower`` takes dS from their power of two to its own;
-    ``out`` is a factor of O and dV, ``logit`` of dQ and dK; ``lift`` is the logarithm of the factor of weights.
-    """
+    """Factors and terms, as in the portable kernels (triton/args.py, triton/activation.py): z = z · Q Kᵀ + bias."""
 
     z: float
     bias: float
-    unit: float
-    lower: float
-    out: float
-    logit: float
-    lift: float = 0.0
+    unit: float  # 2^-shift of float16 weights
+    lower: float  # takes dS from their power of two to its own
+    out: float  # factor of O and dV
+    logit: float  # of dQ and dK
+    lift: float = 0.0  # logarithm of the factor of weights
 
 
 class HopperOptions(NamedTuple):
-    """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
+    """Compile-time arguments."""
 
-    D: width of a tile, at least the head size. NORMALIZE: weights are divided by their row's sum. BIAS: "number", or
-    "tensor" with a bias for each head. WARP_GROUPS: that compute. ROWS: queries or keys of each.
-    """
-
-    D: int
-    BLOCK: int
+    D: int  # width of a tile, at least the head size
+    BLOCK: int  # these two and SIGMOID: as in ``tuning.HopperConfig``
     STAGES: int
-    GROUP: int = 1
+    GROUP: int = 1  # query heads that share a key head
     CAUSAL: bool = False
     SIGMOID: str = "paired"
     SHIFTED: bool = False
-    NORMALIZE: bool = False
-    BIAS: str = "number"
-    WARP_GROUPS: int = 2
-    ROWS: int = 64
+    NORMALIZE: bool = False  # weights are divided by their row's sum
+    BIAS: str = "number"  # or "tensor", with a bias for each head
+    WARP_GROUPS: int = 2  # that compute
+    ROWS: int = 64  # queries or keys of each
 
 
 class HeadBias(NamedTuple):
@@ -118,8 +106,8 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
     z = logits * scales.z + bias
     if OPT.SIGMOID == "fast":
         p = fast_sigmoid(logits * (scales.z * Z_TO_HALF) + bias * Z_TO_HALF)
-    elif OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-rcp":
-        # two neighbours, both in one thread, share a reciprocal
+    else:  # two neighbours, both in one thread, share a reciprocal
+        gl.static_assert(OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-rcp")
         e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         d = 1.0 + e
@@ -128,11 +116,6 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
             r = r * (1.0 / scales.unit)
         p = gl.reshape(gl.join(r * f + r, r * d), z.shape)
         p = gl.convert_layout(p, logits.type.layout, assert_trivial=True)
-    else:
-        gl.static_assert(OPT.SIGMOID == "accurate")
-        p = reciprocal(1.0 + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
-        if OPT.SHIFTED:
-            p = p * (1.0 / scales.unit)
     if edge:
         p = gl.where(j[None, :] <= i[:, None], p, 0.0)
     return p
@@ -160,9 +143,6 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def transposed(ring, slot, ROWS: gl.constexpr, D: gl.constexpr):
     """Return a tile as the second factor of a product over features: [D, ROWS]."""
     return ring.index(slot).reshape([ROWS, D]).permute([1, 0])
-
-
-# -- tile scheduler ---------------------------------------------------------------------------------------------------
 
 
 @gluon.jit

@@ -26,16 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.hopper.common import (
-    HeadBias,
-    Sizes,
-    barriers,
-    load_bias,
-    num_turns,
-    query_tile,
-    transposed,
-    weights,
-)
+from sigattn.ops.hopper.common import HeadBias, Sizes, barriers, load_bias, num_turns, query_tile, transposed, weights
 
 __all__ = ["hopper_fwd_kernel"]
 
@@ -96,19 +87,6 @@ def pass_baton(memory, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
 
 
 @gluon.jit
-def last_keys(i, sizes, OPT: gl.constexpr):
-    """Return the last key that each query may see, given their positions."""
-    if OPT.NORMALIZE:
-        if OPT.CAUSAL:
-            last = gl.minimum(i, sizes.len_k - 1)
-        else:
-            last = i * 0 + (sizes.len_k - 1)
-    else:
-        last = i
-    return last
-
-
-@gluon.jit
 def consume(out, row_sums, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):
     """Compute the output of one group's 64 queries, turn after turn.
 
@@ -130,8 +108,9 @@ def consume(out, row_sums, bias, memory, sizes, scales, WARP_GROUP: gl.constexpr
         start = start_m + WARP_GROUP * ROWS
         z_bias = load_bias(bias, scales, b, h, OPT)
         rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
-        i = last_keys(sizes.query_offset + rows, sizes, OPT)
+        i = sizes.query_offset + rows  # the last key that each query may see
         if OPT.NORMALIZE:  # keys beyond the last would count in the sum
+            i = gl.minimum(i, sizes.len_k - 1) if OPT.CAUSAL else i * 0 + (sizes.len_k - 1)
             full_tiles = gl.minimum(full_tiles, sizes.len_k // BLOCK)
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, logits_layout))
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))  # [ROWS, D]

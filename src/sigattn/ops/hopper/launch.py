@@ -8,38 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED, VarlenProblem
+from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.triton import kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.kernel_args import Launch
 
 WIDTH = 128  # of the tiles
-WARP_GROUPS = {tuning.FWD: 3, tuning.DKDV: 2, tuning.DQ: 2}  # that compute, with 64 queries or keys each
+ROWS = 64  # queries or keys of a group of warps
+WARP_GROUPS = {tuning.FWD: 3, tuning.DKDV: 2, tuning.DQ: 2}  # that compute
 _CACHE = 32 << 20  # bytes of K and V, or Q and dO, that the cache of 50 MB holds while they are walked
 
 
-def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
-    """Return why the kernels do not support a problem, or None."""
-    p, s, o = prepared.problem, prepared.shape, prepared.options
-    if kernel_args.architecture(p.query.device) != 90:
-        return "they require compute capability 9.0"
-    if isinstance(p, VarlenProblem) or o.MASK != "none" or o.SLOPES or o.LENGTHS or o.DROPOUT:
-        return "they do not support packed sequences, masks, ALiBi, key lengths or dropout"
-    if p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
-        return "they support no window but the causal one"
-    if o.BIAS != "number" and (prepared.arguments["bias"].row_stride or p.query.dtype is torch.float16):
-        return "they require one bias for each head, and a number in float16"
-    if o.SOFTCAP or o.BLOCK_Q:
-        return "they do not support softcap or a BlockMask"
-    is_half = p.query.dtype in (torch.float16, torch.bfloat16)
-    if not is_half or s.d != s.dv or not 64 < s.d <= WIDTH:
-        return "they require 16 bits and heads of 65 to 128 for queries, keys and values"
-    if not (s.n and s.m) or p.query_offset < 0:
-        return "they do not support problems without queries or keys, or negative query offsets"
-    if p.query.dtype is torch.float16 and o.SIGMOID == "fast":
-        return "they do not support the fast form of σ in float16"
-    if not all(tma.supports(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
-        return "TMA requires dense rows, and strides of multiples of 16 bytes"
-    return None
+def supports(prepared: Launch, grad_out: Tensor | None = None) -> bool:
+    """Return True for plain problems of 16 bits with heads of 65 to 128 on Hopper: full or causal, one b for each head.
+
+    TMA must be able to load the tensors; float16 has neither a tensor as bias nor the fast form of σ.
+    """
+    p, o = prepared.problem, prepared.options
+    has_options = o.MASK != "none" or o.SLOPES or o.LENGTHS or o.VARLEN or o.DROPOUT or o.SOFTCAP or o.BLOCK_Q > 0
+    is_windowed = p.left != UNLIMITED or p.right not in (UNLIMITED, 0) or prepared.arguments["query_offset"] < 0
+    has_size = prepared.n > 0 < prepared.m and 64 < o.D == o.DV <= WIDTH
+    if not (o.WGMMA and has_size) or has_options or is_windowed:
+        return False
+    has_bias = o.BIAS == "number" or not prepared.arguments["bias"].row_stride
+    if p.query.dtype is torch.float16:
+        has_bias = o.BIAS == "number" and o.SIGMOID != "fast"
+    elif p.query.dtype is not torch.bfloat16:
+        return False
+    return has_bias and all(tma.supports(t) for t in (p.query, p.key, p.value, grad_out) if t is not None)
 
 
 def descriptor(t: Tensor, rows: int) -> Any:
@@ -52,71 +47,23 @@ def descriptor(t: Tensor, rows: int) -> Any:
 
 
 def _schedule(prepared: Launch, kernel: str) -> tuple[int, int, int]:
-    """Return the heads of a sample, the programs, and the heads of a section (``common.head_and_tile``)."""
-    p, s = prepared.problem, prepared.shape
+    """Return the heads of all samples, the programs, and the heads of a section (``common.head_and_tile``)."""
+    p, s = prepared.problem, prepared
     heads, rows = (s.kv_heads, s.m) if kernel == tuning.DKDV else (s.heads, s.n)
-    row_tiles = -(-rows // (64 * WARP_GROUPS[kernel]))
+    row_tiles = -(-rows // (ROWS * WARP_GROUPS[kernel]))
     programs = tiles = row_tiles * s.batch * heads
     is_causal = p.right == 0
     if not is_causal or s.m <= tuning.HOPPER_CONFIGS[kernel].persistent_keys:
         programs = min(tiles, multiprocessors(p.query.device))
     if not is_causal:
-        return heads, programs, 1
+        return s.batch * heads, programs, 1
     group = prepared.options.GROUP
     entries = s.n * group if kernel == tuning.DKDV else s.m / group  # that a head walks, of two tensors
-    section = max(1, int(_CACHE / (entries * s.d * 2 * p.query.element_size())))
+    section = max(1, int(_CACHE / (entries * prepared.options.D * 2 * p.query.element_size())))
     in_two_turns = max(1, 2 * programs // row_tiles)  # of which the second balances the first
     if section > in_two_turns:
         section -= section % in_two_turns
-    return heads, programs, section
-
-
-def _shared(prepared: Launch, kernel: str, logit_scale: float = 0.0) -> dict[str, Any]:
-    """Return arguments that all kernels have.
-
-    A bias of "length" is not possible here: those problems have packed sequences or key lengths.
-    In float16, weights and dS are multiplied by powers of two as in triton/activation.py and triton/tile.py.
-    """
-    from sigattn.ops.hopper.common import HopperOptions, Scales
-
-    p, s, o, bias = prepared.problem, prepared.shape, prepared.options, prepared.arguments["bias"]
-    config = tuning.HOPPER_CONFIGS[kernel]
-    own_shift = min(bias.shift, 7.0)
-    unit = math.ldexp(1.0, -int(bias.shift))
-    lower, logit = 2.0 ** (own_shift - bias.shift), logit_scale * 2.0**-own_shift
-    out = 1.0 if o.NORMALIZE and kernel == tuning.FWD else unit
-    heads, programs, section = _schedule(prepared, kernel)
-    return {
-        "bias": None if o.BIAS == "number" else bias.pointer,
-        "bias_b": prepared.arguments["bias_b"],
-        "bias_h": prepared.arguments["bias_h"],
-        "len_q": s.n,
-        "len_k": s.m,
-        "heads": s.heads,
-        "batch_heads": s.batch * heads,
-        "section": section,
-        "query_offset": prepared.arguments["query_offset"],
-        "scales": Scales(prepared.arguments["scales"].z, bias.value, unit, lower, out, logit, bias.shift * math.log(2)),
-        "OPT": HopperOptions(
-            WIDTH,
-            config.block,
-            config.stages,
-            o.GROUP,
-            CAUSAL=p.right == 0,
-            SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
-            SHIFTED=o.SHIFT != "none",
-            NORMALIZE=o.NORMALIZE,
-            BIAS="number" if o.BIAS == "number" else "tensor",
-            WARP_GROUPS=WARP_GROUPS[kernel],
-        ),
-        "programs": programs,
-    }
-
-
-def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel."""
-    device = prepared.problem.query.device
-    launch_cache.launch(kernel, (programs,), device, {"num_warps": 4}, arguments)
+    return s.batch * heads, programs, section
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -125,31 +72,68 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
+def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel."""
+    device = prepared.problem.query.device
+    launch_cache.launch(kernel, (programs,), device, {"num_warps": 4}, arguments)
+
+
+def _launch(
+    prepared: Launch,
+    name: str,
+    kernel: Any,
+    held: dict[str, Tensor],
+    walked: dict[str, Tensor],
+    **arguments: Any,
+) -> None:
+    """Launch a kernel, with the tensors whose tiles it holds, those that it walks, and arguments of its own.
+
+    In float16, weights and dS are multiplied by powers of two as in triton/activation.py and triton/scores.py.
+    """
+    from sigattn.ops.hopper.common import HopperOptions, Scales
+
+    o, bias, shared = prepared.options, prepared.arguments["bias"], prepared.arguments
+    config = tuning.HOPPER_CONFIGS[name]
+    grad_shift = min(bias.shift, 7.0)
+    unit, lower = math.ldexp(1.0, -int(bias.shift)), 2.0 ** (grad_shift - bias.shift)
+    out = 1.0 if o.NORMALIZE and name == tuning.FWD else unit
+    logit = prepared.problem.scale_value * 2.0**-grad_shift
+    batch_heads, programs, section = _schedule(prepared, name)
+    options = HopperOptions(
+        WIDTH,
+        config.block,
+        config.stages,
+        o.GROUP,
+        CAUSAL=prepared.problem.right == 0,
+        SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
+        SHIFTED=o.SHIFT != "none",
+        NORMALIZE=o.NORMALIZE,
+        BIAS="number" if o.BIAS == "number" else "tensor",
+        WARP_GROUPS=WARP_GROUPS[name],
+    )
+    arguments |= {key: descriptor(t, ROWS) for key, t in held.items()}
+    arguments |= {key: descriptor(t, config.block) for key, t in walked.items()}
+    arguments |= {key: shared[key] for key in ("bias_b", "bias_h", "len_q", "len_k", "heads", "query_offset")}
+    run(
+        prepared,
+        kernel,
+        programs,
+        bias=bias.pointer,
+        batch_heads=batch_heads,
+        section=section,
+        scales=Scales(shared["scales"].z, bias.value, unit, lower, out, logit, bias.shift * math.log(2)),
+        OPT=options,
+        **arguments,
+    )
+
+
 def forward(prepared: Launch, out: Tensor, row_sums: Tensor | None) -> None:
     """Compute the output, (B, Hq, N, Dv), into ``out``, and with ``normalize`` the sums of the rows."""
     from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
-    p, block = prepared.problem, tuning.HOPPER_CONFIGS[tuning.FWD].block
-    run(
-        prepared,
-        hopper_fwd_kernel,
-        query=descriptor(p.query, 64),
-        key=descriptor(p.key, block),
-        value=descriptor(p.value, block),
-        out=descriptor(out, 64),
-        row_sums=row_sums,
-        **_shared(prepared, tuning.FWD),
-    )
-
-
-def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
-    """Return arguments that all backward kernels have."""
     p = prepared.problem
-    loaded_once = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
-    tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
-    block = tuning.HOPPER_CONFIGS[kernel].block
-    described = {name: descriptor(t, 64 if name in loaded_once else block) for name, t in tensors.items()}
-    return {**described, **_shared(prepared, kernel, p.scale_value)}
+    held, walked = {"query": p.query, "out": out}, {"key": p.key, "value": p.value}
+    _launch(prepared, tuning.FWD, hopper_fwd_kernel, held, walked, row_sums=row_sums)
 
 
 def dkdv(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,13 +142,8 @@ def dkdv(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
     p = prepared.problem
     grad_key, grad_value = torch.empty_like(p.key), torch.empty_like(p.value)
-    run(
-        prepared,
-        hopper_bwd_dkdv_kernel,
-        **_backward(prepared, grad_out, tuning.DKDV),
-        grad_key=descriptor(grad_key, 64),
-        grad_value=descriptor(grad_value, 64),
-    )
+    held = {"key": p.key, "value": p.value, "grad_key": grad_key, "grad_value": grad_value}
+    _launch(prepared, tuning.DKDV, hopper_bwd_dkdv_kernel, held, {"query": p.query, "grad_out": grad_out})
     return grad_key, grad_value
 
 
@@ -174,7 +153,7 @@ def dq(prepared: Launch, grad_out: Tensor) -> Tensor:
 
     p = prepared.problem
     grad_query = torch.empty_like(p.query)
-    arguments = _backward(prepared, grad_out, tuning.DQ)
-    arguments |= {name: prepared.arguments[name] for name in ("row_terms", "pitch")}
-    run(prepared, hopper_bwd_dq_kernel, **arguments, grad_query=descriptor(grad_query, 64))
+    held = {"query": p.query, "grad_out": grad_out, "grad_query": grad_query}
+    terms = {name: prepared.arguments[name] for name in ("row_terms", "pitch")}
+    _launch(prepared, tuning.DQ, hopper_bwd_dq_kernel, held, {"key": p.key, "value": p.value}, **terms)
     return grad_query

@@ -1,4 +1,4 @@
-"""The sigmoid of a tile in several forms, and what each costs.
+"""The sigmoid of a tile in several forms.
 
 Special-function (MUFU) and other instructions per score, and the error relative to P (docs/operator.md has the
 measured ones):
@@ -32,8 +32,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 Z_TO_HALF = tl.constexpr(-math.log(2) / 2)  # from z to S / 2
 
-# Triton's interpreter does not run machine code.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# Triton's interpreter runs no machine code, has no products of bfloat16 and truncates where the hardware rounds.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def reciprocal(d):
 @triton.jit
 def special_reciprocal(d):
     """Return 1/d, by the special-function unit."""
-    if _INTERPRETED:
+    if INTERPRETED:
         r = 1.0 / d
     else:
         r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
@@ -62,8 +62,8 @@ def special_reciprocal(d):
 def reciprocal_of_some(d):
     """Return 1/d, computed for a quarter of the entries by the special-function unit, which is not the bottleneck.
 
-    It does not matter which quarter. In the layout of a product's result each four columns are in four threads; the
-    quarter consists of such fours, so that no number changes its thread.
+    In the layout of a product's result each four columns are in four threads; the quarter consists of such fours, so
+    that no number changes its thread.
     """
     ROWS: tl.constexpr = d.shape[0]
     COLUMNS: tl.constexpr = d.shape[1]
@@ -143,12 +143,8 @@ def tanh_slope(t):
 
 
 @triton.jit
-def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr, w=None):
-    """Return P · (1 − P) · dP; with SHIFT, ``lower`` is the factor from the weights' power of two to that of dS.
-
-    w: weights that take the place of the first P, if not None.
-    """
-    w = p if w is None else w
+def logit_gradient(w, p, dp, unit, lower, SHIFT: tl.constexpr):
+    """Return W · (1 − P) · dP; with SHIFT, ``lower`` is the factor from the weights' power of two to that of dS."""
     if SHIFT:
         ds = w * dp * (lower - p * (unit * lower))
     else:

@@ -1,8 +1,7 @@
 """Arguments of the portable kernels, in groups. A group or a pointer that a problem does not need is None.
 
-Integers that vary from call to call (lengths, window, offsets) are not in groups but arguments of their own, because
-Triton compiles for each kind of integer in a tuple (1, a multiple of 16, another): ``do_not_specialize`` takes
-arguments only.
+Integers that vary from call to call (lengths, window, offsets) are arguments of their own, because Triton compiles for
+each kind of integer in a tuple (1, a multiple of 16, another): ``do_not_specialize`` takes arguments only.
 """
 
 from __future__ import annotations
@@ -40,15 +39,11 @@ class Scales(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """The bias b, by ``Options.BIAS``, and the exponent of float16 weights, by ``Options.SHIFT`` (activation.py).
-
-    ``value`` is -log₂e · b, or what is added to that of a "length"; ``row_stride`` the distance from a query's entry to
-    the next one's.
-    """
+    """The bias b, by ``Options.BIAS``, and the exponent of float16 weights, by ``Options.SHIFT`` (activation.py)."""
 
     pointer: Any
-    value: float
-    row_stride: int
+    value: float  # -log₂e · b, or what is added to that of a "length"
+    row_stride: int  # from a query's entry to the next one's
     shift_pointer: Any
     shift: float
 
@@ -91,62 +86,42 @@ class Sequences(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Compile-time arguments. The defaults are those of a plain call.
+    """Compile-time arguments. The defaults are those of a plain call."""
 
-    Attributes:
-        D, DV: features of query and key, and of value.
-        BLOCK_M, BLOCK_N: queries and keys of a tile.
-        GROUP: query heads that share a key head.
-        BIAS: "number", "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys,
-            less a constant).
-        MASK: "none", "bool", "added", or "keys": a bool mask that is the same for all queries and heads. Without TMA,
-            keys and values that it hides are loaded as zeros; key lengths are those up to the last that it does not.
-        MASK_ORDER: axes of the mask in the order of memory: "queries, keys", "keys, queries", or "keys" if all queries
-            have the same entries.
-        SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
-        SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee", "tf32" or "tf32x3".
-        SLOPES, DROPOUT, SOFTCAP, NORMALIZE: True if the call has them.
-        REPAIR: compute only rows whose sum underflowed in another forward kernel, with NORMALIZE.
-        LENGTHS, VARLEN: True if samples have key lengths; if sequences are packed (aligned at their ends).
-        HAS_LEFT, HAS_RIGHT: sides of the window that have a limit.
-        BLOCK_Q, BLOCK_K: queries and keys of a block of a ``BlockMask``; 0 without one.
-        TMA: True if query, key, value and grad_out are TMA descriptors.
-        WGMMA: True on Hopper.
-        UNIT: divisor of all strides of rows that the compiler cannot find out, or 1.
-        NEED_MASK: gradient of the mask: "none", "stored" (each entry has one writer) or "added" (atomically, because
-            the mask is broadcast; along queries with SUM_ROWS, along keys with SUM_COLUMNS).
-        LEFT_PADDING, QUERY_ENDS, TABLE: arguments of a cache that the call has.
-    """
-
-    D: int
-    DV: int
-    BLOCK_M: int = 0
-    BLOCK_N: int = 0
-    GROUP: int = 1
-    BIAS: str = "number"
+    D: int  # features of query and key
+    DV: int  # of value
+    BLOCK_M: int = 0  # queries of a tile
+    BLOCK_N: int = 0  # keys of a tile
+    GROUP: int = 1  # query heads that share a key head
+    BIAS: str = "number"  # "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys, …)
+    # "bool", "added", or "keys": a bool mask that is the same for all queries and heads. Without TMA, keys and values
+    # that it hides are loaded as zeros; key lengths are those up to the last that it does not.
     MASK: str = "none"
+    # axes in the order of memory: also "keys, queries", or "keys" if all queries have the same entries
     MASK_ORDER: str = "queries, keys"
-    SHIFT: str = "none"
-    SIGMOID: str = "accurate"
-    PRECISION: str = "ieee"
-    SLOPES: bool = False
+    SHIFT: str = "none"  # origin of the exponent of float16 weights, or as BIAS
+    SIGMOID: str = "accurate"  # form of σ (activation.py)
+    PRECISION: str = "ieee"  # of float32 products: also "tf32", "tf32x3"
+    SLOPES: bool = False  # ALiBi
     DROPOUT: bool = False
     SOFTCAP: bool = False
     NORMALIZE: bool = False
-    REPAIR: bool = False
-    LENGTHS: bool = False
-    VARLEN: bool = False
-    HAS_LEFT: bool = False
+    REPAIR: bool = False  # with NORMALIZE: only rows whose sum underflowed in another forward kernel
+    LENGTHS: bool = False  # samples have key lengths
+    VARLEN: bool = False  # sequences are packed
+    HAS_LEFT: bool = False  # sides of the window that have a limit
     HAS_RIGHT: bool = False
-    BLOCK_Q: int = 0
+    BLOCK_Q: int = 0  # queries and keys of a block of a ``BlockMask``; 0 without one
     BLOCK_K: int = 0
-    TMA: bool = False
-    WGMMA: bool = False
-    UNIT: int = 1
+    TMA: bool = False  # query, key, value and grad_out are TMA descriptors
+    WGMMA: bool = False  # on Hopper
+    UNIT: int = 1  # divisor of all strides of rows that the compiler cannot find out
+    # gradient of the mask: "stored" (each entry has one writer) or "added" (atomically, because the mask is broadcast;
+    # along queries with SUM_ROWS, along keys with SUM_COLUMNS)
     NEED_MASK: str = "none"
     SUM_ROWS: bool = False
     SUM_COLUMNS: bool = False
-    LEFT_PADDING: bool = False
+    LEFT_PADDING: bool = False  # arguments of a cache that the call has
     QUERY_ENDS: bool = False
     TABLE: bool = False
 

@@ -10,21 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.triton import rows, scores, tile
 from sigattn.ops.triton.activation import LN2, LOG2E
 from sigattn.ops.triton.args import Sizes
-from sigattn.ops.triton.tile import (
-    aligned,
-    apply_softcap,
-    cast,
-    dot,
-    in_bounds,
-    lifted_weights,
-    load_bias,
-    load_shift,
-    tile_width,
-    weights,
-    zero_accumulator,
-)
 
 _UNSPECIALIZED = ["bias_b", "bias_h", "bias_n", "table_b", "n", "pages", "page_size", "table_width", "left", "right"]
 
@@ -44,9 +32,9 @@ def decode_kernel(
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
-    q_strides = aligned(q_strides, OPT)
-    k_strides = aligned(k_strides, OPT)
-    v_strides = aligned(v_strides, OPT)
+    q_strides = tile.aligned(q_strides, OPT)
+    k_strides = tile.aligned(k_strides, OPT)
+    v_strides = tile.aligned(v_strides, OPT)
     row_tiles = tl.cdiv(n * OPT.GROUP, BLOCK_M)
     program, split = tl.program_id(0), tl.program_id(1)
     start_m = program % row_tiles * BLOCK_M
@@ -75,7 +63,7 @@ def decode_kernel(
     stop = tl.minimum(stop, start + keys_per_split)
 
     i64, h64 = i.to(tl.int64), h.to(tl.int64)
-    offs_d, offs_dv = tl.arange(0, tile_width(OPT.D))[None, :], tl.arange(0, tile_width(OPT.DV))[None, :]
+    offs_d, offs_dv = tl.arange(0, tile.tile_width(OPT.D))[None, :], tl.arange(0, tile.tile_width(OPT.DV))[None, :]
     # a cache with features first has strides along them that times D exceed 32 bits
     d64, dv64 = offs_d.to(tl.int64), offs_dv.to(tl.int64)
     pointers = query + b * q_strides.b + i64[:, None] * q_strides.n + h64[:, None] * q_strides.h + offs_d * q_strides.d
@@ -90,10 +78,10 @@ def decode_kernel(
         pointers = bias.pointer + b * bias_b + h64 * bias_h + i64 * bias_n
         z_bias = tl.load(pointers, mask=row_exists, other=0.0).to(tl.float32)[:, None] * -LOG2E
     else:
-        z_bias = load_bias(bias, 0, offs_m, sizes, OPT)
-    shift, unit = load_shift(bias, 1, OPT)
+        z_bias = scores.load_bias(bias, 0, offs_m, sizes, OPT)
+    shift, unit = scores.load_shift(bias, 1, OPT)
 
-    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
+    acc = tile.zero_accumulator(BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
     if OPT.NORMALIZE:  # the exponent follows the least z of each row, as the maximum of a softmax
         row_shift = tl.full((BLOCK_M,), 1e30, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -111,7 +99,7 @@ def decode_kernel(
         k = tl.load(k_rows[:, None] + d64 * k_strides.d, mask=valid[:, None] & (offs_d < OPT.D), other=0.0)
         v = tl.load(v_rows[:, None] + dv64 * v_strides.d, mask=valid[:, None] & (offs_dv < OPT.DV), other=0.0)
         # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-        logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
+        logits = scores.apply_softcap(tile.dot(q, tl.trans(k), None, OPT), scales, OPT)
         z_term = z_bias
         if mask is not None:
             offs_mask = offs_n - (length - mask_keys)
@@ -122,19 +110,20 @@ def decode_kernel(
             if OPT.MASK == "added":
                 entries = entries.to(tl.float32)
                 z_term = z_bias - entries * LOG2E
-        p = weights(
-            logits, scales.z, z_term, slopes, shift, unit, i[:, None], offs_n[None, :], sizes, None, None, True, OPT,
-            OPT.NORMALIZE,
+        p = scores.weights(
+            logits, scales.z, z_term, slopes, shift, unit, i[:, None], offs_n[None, :], sizes, None, None, None, True,
+            OPT, OPT.NORMALIZE,
         )  # fmt: skip
         none: tl.constexpr = float("inf") if OPT.NORMALIZE else 0.0
         if mask is not None:
             p = tl.where(entries != 0 if OPT.MASK == "bool" else entries != float("-inf"), p, none)
         if OPT.NORMALIZE:
             z = tl.where(valid[None, :], p, none)
-            p, row_shift, rescale = lifted_weights(z, row_shift, shift, OPT)
+            p, row_shift, rescale = rows.lifted_weights(z, row_shift, shift, OPT)
             acc *= rescale[:, None]
             total = total * rescale + tl.sum(p, 1)
-        acc = dot(cast(p, v.dtype), v, acc, OPT)  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV]; where not valid, v = 0
+        # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV]; where not valid, v = 0
+        acc = tile.dot(tile.cast(p, v.dtype), v, acc, OPT)
     if OPT.NORMALIZE:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         unit = 1.0
@@ -144,8 +133,4 @@ def decode_kernel(
         tl.store(row_sums + 2 * row + 1, tl.where(total == 0.0, 0.0, row_shift * LN2), mask=row_exists)
     pointers = out + split.to(tl.int64) * o_split + b * o_strides.b
     pointers = pointers + i64[:, None] * o_strides.n + h64[:, None] * o_strides.h + offs_dv * o_strides.d
-    tl.store(
-        pointers,
-        cast(acc * unit, out.dtype.element_ty),
-        mask=in_bounds(offs_m[:, None], offs_dv, n * OPT.GROUP, OPT.DV),
-    )
+    tl.store(pointers, tile.cast(acc * unit, out.dtype.element_ty), mask=row_exists[:, None] & (offs_dv < OPT.DV))

@@ -28,23 +28,14 @@ Started = TypeVar("Started")
 
 
 class Operands(NamedTuple):
-    """Sizes that decide how much shared memory a kernel takes.
+    """Sizes that decide how much shared memory a kernel takes."""
 
-    Attributes:
-        d: features of query and key, padded.
-        dv: features of value, padded.
-        itemsize: bytes of one of their numbers.
-        mask: bytes of an entry of attn_mask, 0 without one.
-        mask_gradient: True if the mask's gradient is computed.
-        are_split: True if numbers are split in two for products in TF32.
-    """
-
-    d: int
-    dv: int
-    itemsize: int
-    mask: int
-    mask_gradient: bool
-    are_split: bool = False
+    d: int  # features of query and key, padded
+    dv: int  # of value, padded
+    itemsize: int  # bytes of one of their numbers
+    mask: int  # bytes of an entry of attn_mask, 0 without one
+    mask_gradient: bool  # whether the mask's gradient is computed
+    are_split: bool = False  # whether numbers are split in two for products in TF32
 
 
 def shared_memory_limit(architecture: int) -> int:
@@ -75,12 +66,10 @@ def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> C
 
     With one stage nothing is in flight, and a mask takes the memory that operands have left.
     """
-    scores = _scores_with_mask(kernel, architecture) * 32 * config.warps
+    scores, limit = _scores_with_mask(kernel, architecture) * 32 * config.warps, shared_memory_limit(architecture)
     while operands.mask and config.block_m * config.block_n > scores:
         config = _halved(config)
-    while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > shared_memory_limit(
-        architecture
-    ):
+    while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit:
         config = smaller(config) or config._replace(stages=1)
     return config
 
@@ -123,25 +112,22 @@ def launch_fitting(name: str, kind: Hashable, config: Config, launch: Callable[[
     Raises:
         RuntimeError: if the smallest configuration does not fit.
     """
-    first = config
-    if _taken:
-        config = _taken.get((name, first, kind), first)
-    reason = None
+    first, reason = config, None
+    config = _taken.get((name, first, kind), first)
     while True:
         try:
             started = launch(config)
             break
         except OutOfResources as error:
-            below = smaller(config)
             if not tuning.SHRINK_TILES:
                 raise
+            below, reason = smaller(config), reason or error
             if below is None:
                 raise RuntimeError(
                     f"sigattn: {name} does not fit this device in any tile shape: with the smallest, "
                     f"{_described(config)}, it needs {error.required} of {error.name}, and the device has "
                     f"{error.limit}. backend='blocked' does without these kernels."
                 ) from error
-            reason = reason or error
             config = below
     if reason is not None:
         _taken[name, first, kind] = config

@@ -12,34 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.triton import dropout, rows, scores, tile
 from sigattn.ops.triton.activation import LN2
 from sigattn.ops.triton.args import Sizes
-from sigattn.ops.triton.tile import (
-    add_to_row_sums,
-    aligned,
-    apply_softcap,
-    block_state,
-    cast,
-    column_hash,
-    dot,
-    dropout_keep,
-    lifted_weights,
-    load,
-    load_bias,
-    load_block_mask,
-    load_shift,
-    load_slopes,
-    mask_of_head,
-    query_tile,
-    row_hash,
-    row_sum_pointers,
-    store,
-    tile_bounds,
-    tile_width,
-    visible_keys,
-    weights,
-    zero_accumulator,
-)
 
 
 @triton.jit
@@ -52,40 +27,35 @@ def walk_keys(
     The latter are [BLOCK_M]. The factor is 2^shift, but with LIFTED that of ``lifted_weights``.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
-    BLOCK_N: tl.constexpr = OPT.BLOCK_N
-    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)
+    acc = tile.zero_accumulator(BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)
     sums = tl.zeros((BLOCK_M, 4), tl.float32)
     row_shift = tl.zeros((BLOCK_M,), tl.float32) + (1e30 if LIFTED else shift)
     # At an edge of the window, inside, at the other edge; the rare lifted walk is one loop
     for phase in tl.static_range(2 if LIFTED else 0 if OPT.HAS_LEFT else 1, 3):
-        for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], BLOCK_N):
-            state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
+        for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], OPT.BLOCK_N):
+            state = scores.block_state(blocks, b, h, start_m, start_n, OPT)
             if not OPT.BLOCK_Q or state != 0:
-                offs_n = start_n + tl.arange(0, BLOCK_N)
-                visible = None
-                if OPT.MASK == "keys" and not OPT.TMA:
-                    visible = visible_keys(mask, offs_n, sizes.len_k)
-                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT, visible)
-                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT, visible)
+                offs_n = start_n + tl.arange(0, OPT.BLOCK_N)
+                k, v = tile.load_keys(
+                    key, value, k_strides, v_strides, mask, b, h_kv, start_n, offs_n, sizes.len_k, phase != 1, OPT
+                )
                 # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-                logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
-                block_mask = None
-                if OPT.BLOCK_Q:
-                    block_mask = load_block_mask(blocks, state, offs_m[:, None], offs_n[None, :], OPT)
-                p = weights(
+                logits = scores.apply_softcap(tile.dot(q, tl.trans(k), None, OPT), scales, OPT)
+                p = scores.weights(
                     logits, scales.z, z_bias, slopes, shift, unit, offs_m[:, None], offs_n[None, :], sizes, mask,
-                    block_mask, phase != 1, OPT, LIFTED,
+                    blocks, state, phase != 1, OPT, LIFTED,
                 )  # fmt: skip
                 if LIFTED:
-                    p, row_shift, rescale = lifted_weights(p, row_shift, shift, OPT)
+                    p, row_shift, rescale = rows.lifted_weights(p, row_shift, shift, OPT)
                     acc *= rescale[:, None]
                     sums *= rescale[:, None]
                 if OPT.NORMALIZE:
-                    sums = add_to_row_sums(sums, p)
+                    sums = rows.add_to_sums(sums, p)
                 if OPT.DROPOUT:
-                    p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
+                    keep = dropout.dropout_keep(by_row, dropout.column_hash(seed, offs_n)[None, :], threshold)
+                    p = tl.where(keep, p, 0.0)
                 # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
-                acc = dot(cast(p, v.dtype), v, acc, OPT)
+                acc = tile.dot(tile.cast(p, v.dtype), v, acc, OPT)
     lift = row_shift * LN2
     if LIFTED:
         lift = tl.where(row_shift > shift, tl.floor(lift + 0.5), lift)
@@ -93,11 +63,11 @@ def walk_keys(
 
 
 @triton.jit
-def any_underflows(total, rows, bounds, sizes, OPT: tl.constexpr):
+def any_underflows(total, offs_m, bounds, sizes, OPT: tl.constexpr):
     """Return True if the sum of a row that sees keys is so small that its weights have lost bits."""
     # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
     least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
-    is_small = (total < least) & (rows < sizes.len_q)
+    is_small = (total < least) & (offs_m < sizes.len_q)
     if OPT.SIGMOID != "exact":
         is_small &= total > 0.0  # which is 0 only if the row sees no key
     return tl.max(is_small.to(tl.int32), 0) > 0
@@ -116,41 +86,40 @@ def fwd_kernel(
     row_sums: with NORMALIZE float32, the sum of each row's weights times a factor, and the factor's logarithm. With
     REPAIR another kernel has written both results, and only tiles in which a sum underflows are computed again.
     """
-    BLOCK_M: tl.constexpr = OPT.BLOCK_M
-    q_strides = aligned(q_strides, OPT)
-    k_strides = aligned(k_strides, OPT)
-    v_strides = aligned(v_strides, OPT)
-    o_strides = aligned(o_strides, OPT)
+    q_strides = tile.aligned(q_strides, OPT)
+    k_strides = tile.aligned(k_strides, OPT)
+    v_strides = tile.aligned(v_strides, OPT)
+    o_strides = tile.aligned(o_strides, OPT)
     sizes = Sizes(len_q, len_k, heads, query_offset, left, right)
-    b, h, h_kv, start_m, q_start, k_start, sizes = query_tile(sequences, sizes, OPT)
+    b, h, h_kv, start_m, q_start, k_start, sizes = tile.query_tile(sequences, sizes, OPT)
     if OPT.VARLEN:
         if start_m >= sizes.len_q or start_m < 0:
             return
     if not OPT.TMA:
-        query += b * q_strides.b + h * q_strides.h + q_start * q_strides.n
-        key += b * k_strides.b + h_kv * k_strides.h + k_start * k_strides.n
-        value += b * v_strides.b + h_kv * v_strides.h + k_start * v_strides.n
-    out += b * o_strides.b + h * o_strides.h + q_start * o_strides.n
+        query = tile.of_head(query, q_strides, b, h, q_start)
+        key = tile.of_head(key, k_strides, b, h_kv, k_start)
+        value = tile.of_head(value, v_strides, b, h_kv, k_start)
+    out = tile.of_head(out, o_strides, b, h, q_start)
     if mask is not None:
-        mask = mask_of_head(mask, b, h)
+        mask = scores.mask_of_head(mask, b, h)
 
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load(query, q_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.D, True, OPT)  # [BLOCK_M, D]
-    z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
+    offs_m = start_m + tl.arange(0, OPT.BLOCK_M)
+    q = tile.load(query, q_strides, b, h, start_m, sizes.len_q, OPT.BLOCK_M, OPT.D, True, OPT)  # [BLOCK_M, D]
+    z_bias = scores.load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
     if OPT.BIAS == "tensor":
         z_bias = z_bias[:, None]
-    slopes = load_slopes(alibi, b, h, OPT)
-    shift, unit = load_shift(bias, sizes.len_k, OPT)
+    slopes = scores.load_slopes(alibi, b, h, OPT)
+    shift, unit = scores.load_shift(bias, sizes.len_k, OPT)
     by_row = 0
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+        by_row = dropout.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
     first = sizes.query_offset + start_m
-    last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
-    bounds = tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
+    last = sizes.query_offset + tl.minimum(start_m + OPT.BLOCK_M, sizes.len_q)
+    bounds = tile.tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
     if OPT.REPAIR:
-        pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        pointers = rows.sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
         if not any_underflows(tl.load(pointers, mask=offs_m < sizes.len_q, other=0.0), offs_m, bounds, sizes, OPT):
             return
     acc, total, lift = walk_keys(
@@ -167,7 +136,7 @@ def fwd_kernel(
         is_empty = total == 0.0
         acc = acc / tl.where(is_empty, 1.0, total)[:, None]
         unit = 1.0
-        pointers = row_sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
+        pointers = rows.sum_pointers(row_sums, b, h, q_start, offs_m, len_q, heads, OPT)
         tl.store(pointers, total, mask=offs_m < sizes.len_q)
         tl.store(pointers + 1, tl.where(is_empty, 0.0, lift), mask=offs_m < sizes.len_q)
-    store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)
+    tile.store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)

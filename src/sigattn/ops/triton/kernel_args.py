@@ -20,49 +20,31 @@ from sigattn.ops import dropout
 from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import activation, fitting, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
-from sigattn.ops.triton.forward import fwd_kernel
 
 LOG2E: float = activation.LOG2E.value
-INTERPRETED = not hasattr(fwd_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
+INTERPRETED: bool = activation.INTERPRETED.value
 _MAX_TILE_ROWS = 256
 _MAX_SIDE = (1 << 30) - 1  # of a window, so that positions and sides add up to less than 2^31
+BiasArguments = tuple[Bias, tuple[int, ...], str]  # with the strides along (B, H, N) and ``Options.BIAS``
 
 
 @dataclass
-class Shape:
-    """Sizes: B samples or sequences, Hq query heads, at most N queries and M keys of each."""
+class Launch:
+    """Arguments shared by all kernels of a problem with B samples of at most N queries and M keys."""
 
+    problem: Problem | VarlenProblem
     batch: int
     heads: int
     kv_heads: int
     n: int
     m: int
-    d: int
-    dv: int
-    packed: bool
-
-    def strides(self, t: Tensor) -> Strides:
-        """Return the strides of (B, H, N, E), or of a packed (T, H, E)."""
-        if self.packed:
-            row, head, column = t.stride()
-            return Strides(0, head, row, column)
-        return Strides(*t.stride())
-
-
-@dataclass
-class Launch:
-    """Arguments shared by all kernels of a problem."""
-
-    problem: Problem | VarlenProblem
-    shape: Shape
     arguments: dict[str, Any]
     options: Options
 
     @property
     def may_use_tma(self) -> bool:
         """True if the call is long enough for TMA descriptors to be worth the host's time."""
-        s = self.shape
-        return s.batch * s.heads * s.n * s.m >= tuning.TMA_MIN_WEIGHTS
+        return self.batch * self.heads * self.n * self.m >= tuning.TMA_MIN_WEIGHTS
 
     def config(self, kernel: str, *, mask_gradient: bool = False, tma: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options. tma: whether TMA can load the operands."""
@@ -122,63 +104,65 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     """Return the arguments of a problem's kernels, without outputs and tile shapes."""
     query, key, value = (limit_strides(t) for t in (problem.query, problem.key, problem.value))
     p = problem._replace(query=query, key=key, value=value)
+    heads, kv_heads = query.shape[1], value.shape[1]
     if isinstance(p, VarlenProblem):
-        (_, heads, d), (_, kv_heads, dv) = p.query.shape, p.value.shape
-        shape = Shape(p.sequences, heads, kv_heads, p.max_seqlen_q, p.max_seqlen_k, d, dv, True)
-        sequences, query_offset = Sequences(None, p.cu_seqlens_q.contiguous(), p.cu_seqlens_k.contiguous()), 0
+        batch, n, m, query_offset = p.sequences, p.max_seqlen_q, p.max_seqlen_k, 0
+        sequences = Sequences(None, p.cu_seqlens_q.contiguous(), p.cu_seqlens_k.contiguous())
+        blocks = None
     else:
-        (b, heads, n, d), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
-        shape = Shape(b, heads, kv_heads, n, m, d, dv, False)
-        lengths = None if p.key_lengths is None else p.key_lengths.to(p.query.device).contiguous()
-        sequences, query_offset = Sequences(lengths, None, None), p.query_offset
-    bias, bias_strides, bias_kind = _bias(p, shape)
-    blocks = p.blocks if isinstance(p, Problem) else None
-    arguments = common_arguments(p, shape.strides, shape.batch, heads) | {
+        batch, n, m, query_offset = query.shape[0], query.shape[2], key.shape[2], p.query_offset
+        lengths = None if p.key_lengths is None else p.key_lengths.to(query.device).contiguous()
+        sequences = Sequences(lengths, None, None)
+        blocks = p.blocks
+    bias, bias_strides, bias_kind = _bias(p, batch, heads, n, m)
+    mask = mask_arg(p.attn_mask, batch, heads, n, m)
+    options = common_options(p, heads // max(kv_heads, 1), bias_kind)._replace(
+        DROPOUT=p.seed is not None,
+        LENGTHS=sequences.key_lengths is not None,
+        VARLEN=isinstance(p, VarlenProblem),
+    )
+    is_split = options.WGMMA and query.dtype is torch.float32 and max(options.D, options.DV) <= 128
+    if is_split and options.PRECISION == "ieee":
+        options = options._replace(PRECISION="tf32x3")
+    if mask is not None:
+        order = "keys" if mask.q == 0 or n == 1 else "keys, queries" if mask.q == 1 and mask.k else "queries, keys"
+        options = options._replace(MASK_ORDER=order)
+        visible = _visible_keys(p, mask, batch, heads, n, m)
+        if visible is not None:
+            lengths = (visible * torch.arange(1, m + 1, device=visible.device)).amax(-1)
+            sequences = Sequences(lengths, None, None)
+            options = options._replace(MASK="keys", LENGTHS=True)
+    if blocks is not None:
+        table, tiles = blocks.table.contiguous(), blocks.tiles.contiguous().view(torch.uint8)
+        options = options._replace(BLOCK_Q=blocks.size[0], BLOCK_K=blocks.size[1])
+        blocks = Blocks(table, *table.expand(batch, heads, -1, -1).stride()[:3], tiles)
+    arguments = common_arguments(p, strides, batch, heads, p.keep_scale) | {
         "bias": bias,
         "bias_b": bias_strides[0],
         "bias_h": bias_strides[1],
-        "mask": mask_arg(p.attn_mask, shape.batch, shape.heads, shape.n, shape.m),
-        "blocks": None,
+        "mask": mask,
+        "blocks": blocks,
         "sequences": sequences,
         "seed": p.seed,
         "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
-        "len_q": shape.n,
-        "len_k": shape.m,
+        "len_q": n,
+        "len_k": m,
         "heads": heads,
         "query_offset": query_offset,
-        "scales": scales(p, p.keep_scale),
     }
-    options = common_options(p)._replace(
-        GROUP=heads // max(kv_heads, 1),
-        DROPOUT=p.seed is not None,
-        LENGTHS=sequences.key_lengths is not None,
-        VARLEN=shape.packed,
-        BIAS=bias_kind,
-        SHIFT=bias_kind if p.query.dtype is torch.float16 else "none",
-    )
-    if p.attn_mask is not None:
-        options = options._replace(MASK_ORDER=_mask_order(arguments["mask"], shape))
-        visible = _visible_keys(p, arguments["mask"], shape)
-        if visible is not None:
-            lengths = (visible * torch.arange(1, shape.m + 1, device=visible.device)).amax(-1)
-            arguments["sequences"] = Sequences(lengths, None, None)
-            options = options._replace(MASK="keys", LENGTHS=True)
-    if options.PRECISION == "ieee" and architecture(p.query.device) == 90 and p.query.dtype is torch.float32:
-        options = options._replace(PRECISION="tf32x3" if max(shape.d, shape.dv) <= 128 else "ieee")
-    if blocks is not None:
-        table = blocks.table.contiguous()
-        tiles = blocks.tiles.contiguous().view(torch.uint8)
-        strides = table.expand(shape.batch, shape.heads, -1, -1).stride()[:3]
-        arguments["blocks"] = Blocks(table, strides[0], strides[1], strides[2], tiles)
-        options = options._replace(BLOCK_Q=blocks.size[0], BLOCK_K=blocks.size[1])
-    return Launch(p, shape, arguments, options)
+    return Launch(p, batch, heads, kv_heads, n, m, arguments, options)
 
 
 def common_arguments(
-    p: Problem | VarlenProblem | KVCacheProblem, strides: Callable[[Tensor], Strides], batch: int, heads: int
+    p: Problem | VarlenProblem | KVCacheProblem,
+    strides: Callable[[Tensor], Strides],
+    batch: int,
+    heads: int,
+    keep_scale: float = 1.0,
 ) -> dict[str, Any]:
     """Return the arguments that are the same for dense and packed problems and those with a cache."""
     slopes = p.alibi_slopes
+    z, cap = (-p.softcap, p.scale_value / p.softcap) if p.softcap else (-p.scale_value, 0.0)
     return {
         "query": p.query,
         "key": p.key,
@@ -189,14 +173,18 @@ def common_arguments(
         "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
         "left": min(p.left, _MAX_SIDE),
         "right": min(p.right, _MAX_SIDE),
+        "scales": Scales(to_float32(z * LOG2E), to_float32(cap), to_float32(keep_scale)),
     }
 
 
-def common_options(p: Problem | VarlenProblem | KVCacheProblem) -> Options:
+def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias: str) -> Options:
     """Return the options that are the same for dense and packed problems and those with a cache."""
     return Options(
         D=p.query.shape[-1],
         DV=p.value.shape[-1],
+        GROUP=group,
+        BIAS=bias,
+        SHIFT=bias if p.query.dtype is torch.float16 else "none",
         MASK="none" if p.attn_mask is None else "bool" if p.attn_mask.dtype is torch.bool else "added",
         SLOPES=p.alibi_slopes is not None,
         SOFTCAP=bool(p.softcap),
@@ -207,6 +195,14 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem) -> Options:
         PRECISION=precision(p.query),
         WGMMA=architecture(p.query.device) == 90,
     )
+
+
+def strides(t: Tensor) -> Strides:
+    """Return the strides of (B, H, N, E), or of a packed (T, H, E)."""
+    if t.dim() == 4:
+        return Strides(*t.stride())
+    row, head, column = t.stride()
+    return Strides(0, head, row, column)
 
 
 def limit_strides(t: Tensor) -> Tensor:
@@ -232,8 +228,8 @@ def unit(*tensors: Tensor) -> int:
     40, 56, 72 or 88 have strides that are multiples of 8. If the compiler does not know, it copies 2 bytes at a time.
     """
     size = 16 // tensors[0].element_size()
-    strides = [stride for t in tensors for stride in t.stride()[:-1]]
-    if all(stride % 16 == 0 for stride in strides) or any(stride % size for stride in strides):
+    row_strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    if all(stride % 16 == 0 for stride in row_strides) or any(stride % size for stride in row_strides):
         return 1
     return size if all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in tensors) else 1
 
@@ -263,38 +259,34 @@ def tf32_is_allowed() -> bool:
     return (everywhere if current == "none" else current) == "tf32"
 
 
-def _bias(p: Problem | VarlenProblem, shape: Shape) -> tuple[Bias, tuple[int, int], str]:
-    """Return the bias, its strides along samples and heads, and ``Options.BIAS``."""
-    if p.bias is not None and p.bias.dim():
-        b, h, n, _ = p.bias.expand(shape.batch, shape.heads, 1 if shape.packed else shape.n, 1).stride()
-        bias, kind = tensor_bias(p.bias, p.query.dtype, 0 if shape.packed else n)
-        return bias, (b, h) if kind == "tensor" else (0, 0), kind
+def _bias(p: Problem | VarlenProblem, batch: int, heads: int, n: int, m: int) -> BiasArguments:
+    packed = isinstance(p, VarlenProblem)
     if p.bias is not None:
-        number = p.bias.item()
-    else:
-        margin = NORMALIZED_MARGIN if p.normalize else 0.0
-        if shape.packed or (isinstance(p, Problem) and p.key_lengths is not None):
-            return Bias(None, margin * LOG2E, 0, None, 0.0), (0, 0), "length"
-        number = -math.log(max(shape.m, 1)) - margin
-    return number_bias(number, p.query.dtype), (0, 0), "number"
+        return bias_arg(p.bias, p.query.dtype, batch, heads, 1 if packed else n)
+    margin = NORMALIZED_MARGIN if p.normalize else 0.0
+    if isinstance(p, VarlenProblem) or p.key_lengths is not None:
+        return Bias(None, margin * LOG2E, 0, None, 0.0), (0, 0, 0), "length"
+    return _number_bias(-math.log(max(m, 1)) - margin, p.query.dtype)
 
 
-def number_bias(number: float, dtype: torch.dtype) -> Bias:
-    """Return the kernels' argument for a bias that is a number."""
+def _number_bias(number: float, dtype: torch.dtype) -> BiasArguments:
     exact = dtype is not torch.float16 or not math.isfinite(number)
     shift = 0.0 if exact else float(min(max(math.floor(-number * LOG2E), 0), 15))
-    return Bias(None, to_float32(-number * LOG2E), 0, None, shift)
+    return Bias(None, to_float32(-number * LOG2E), 0, None, shift), (0, 0, 0), "number"
 
 
-def tensor_bias(bias: Tensor, dtype: torch.dtype, row_stride: int) -> tuple[Bias, str]:
-    """Return the kernels' argument for a tensor as bias, and ``Options.BIAS``."""
+def bias_arg(bias: Tensor, dtype: torch.dtype, *size: int) -> BiasArguments:
+    """Return the kernels' argument for a bias, 0-d or broadcast to (B, H, N, 1), for weights of a dtype."""
+    if not bias.dim():
+        return _number_bias(bias.item(), dtype)
     if bias.numel() == 1:
-        return Bias(bias, 0.0, 0, bias, 0.0), "scalar"
+        return Bias(bias, 0.0, 0, bias, 0.0), (0, 0, 0), "scalar"
     shift = None
     if dtype is torch.float16:
         largest = bias.amax() if bias.numel() else bias.new_zeros(())
         shift = (largest.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
-    return Bias(bias, 0.0, row_stride, shift, 0.0), "tensor"
+    b, h, n, _ = bias.expand(*size, 1).stride()
+    return Bias(bias, 0.0, n if size[-1] > 1 else 0, shift, 0.0), (b, h, n), "tensor"
 
 
 def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
@@ -304,28 +296,14 @@ def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
     return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *mask.expand(size).stride())
 
 
-def _mask_order(mask: Mask, shape: Shape) -> str:
-    """Return ``Options.MASK_ORDER``."""
-    if mask.q == 0 or shape.n == 1:
-        return "keys"
-    return "keys, queries" if mask.q == 1 and mask.k else "queries, keys"
-
-
-def _visible_keys(p: Problem | VarlenProblem, mask: Mask, shape: Shape) -> Tensor | None:
+def _visible_keys(p: Problem | VarlenProblem, mask: Mask, batch: int, heads: int, n: int, m: int) -> Tensor | None:
     """Return which keys a bool mask lets all queries and heads of a sample see, (B, M), or None if they differ."""
-    if isinstance(p, VarlenProblem) or p.normalize or p.key_lengths is not None or not shape.n * shape.m * shape.heads:
+    if isinstance(p, VarlenProblem) or p.normalize or p.key_lengths is not None or not n * m * heads:
         return None
     if p.attn_mask is None or p.attn_mask.dtype is not torch.bool:
         return None
-    same = (mask.q == 0 or shape.n == 1) and (mask.h == 0 or shape.heads == 1)
-    return p.attn_mask.expand(shape.batch, shape.heads, shape.n, shape.m)[:, 0, 0] if same else None
-
-
-def scales(p: Problem | VarlenProblem | KVCacheProblem, out: float = 1.0) -> Scales:
-    """Return the factors of Q Kᵀ, of the soft cap and of P V."""
-    if not p.softcap:
-        return Scales(to_float32(-p.scale_value * LOG2E), 0.0, to_float32(out))
-    return Scales(to_float32(-p.softcap * LOG2E), to_float32(p.scale_value / p.softcap), to_float32(out))
+    same = (mask.q == 0 or n == 1) and (mask.h == 0 or heads == 1)
+    return p.attn_mask.expand(batch, heads, n, m)[:, 0, 0] if same else None
 
 
 def to_float32(x: float) -> float:

@@ -11,12 +11,13 @@ import triton
 from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, without_saved
+from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
 from sigattn.ops.triton.forward import fwd_kernel
-from sigattn.ops.triton.kernel_args import Launch, limit_strides, to_float32
+from sigattn.ops.triton.kernel_args import Launch, limit_strides, strides, to_float32
 from sigattn.ops.triton.tuning import Config
 
 # Tensors whose rows the kernels read or write tile by tile.
@@ -59,94 +60,81 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
 
 def forward(problem: Problem | VarlenProblem) -> Result:
     """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
-    if not problem.normalize:
-        return without_saved(_forward(kernel_args.prepare(problem)))
-    row_sums = new_row_sums(problem.query)
-    if isinstance(problem, VarlenProblem):
+    launch = kernel_args.prepare(problem)
+    p, o = launch.problem, launch.options
+    out = p.query.new_zeros(*p.query.shape[:2], o.DV) if o.VARLEN else new_output(p.query, o.DV)
+    result = Result(out, out.new_empty(0), new_row_sums(p.query)) if p.normalize else without_saved(out)
+    row_sums = result.row_sums if p.normalize else None
+    if row_sums is not None and o.VARLEN:
         row_sums.zero_()  # rows of no sequence have no program
-    out = _forward(kernel_args.prepare(problem), row_sums)
-    return Result(out, out.new_empty(0), row_sums)
-
-
-def _forward(launch: Launch, row_sums: Tensor | None = None) -> Tensor:
-    p, s = launch.problem, launch.shape
-    out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
-        return out
-    if (hopper := _hopper(launch, tuning.FWD)) is not None:
-        hopper.forward(launch, out, row_sums)
-        if not p.normalize:
-            return out
-    _run(
-        fwd_kernel,
-        launch,
-        tuning.FWD,
-        lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
-        out=out,
-        row_sums=row_sums,
-        o_strides=s.strides(out),
-        REPAIR=hopper is not None,
-    )
-    return out
+        return result
+    on_hopper = _use_hopper(launch, tuning.FWD)
+    if on_hopper:
+        launch_hopper.forward(launch, out, row_sums)
+    if p.normalize or not on_hopper:
+        _run(
+            fwd_kernel,
+            launch,
+            tuning.FWD,
+            lambda config: triton.cdiv(launch.n, config.block_m) * launch.batch * launch.heads,
+            out=out,
+            row_sums=row_sums,
+            o_strides=strides(out),
+            REPAIR=on_hopper,
+        )
+    return result
 
 
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad, *result: Tensor) -> Gradients:
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     launch = kernel_args.prepare(problem)
-    return _backward(launch, limit_strides(grad_out), needs_grad, Result(*result) if result else None)
-
-
-def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad, result: Result | None) -> Gradients:
-    p, s = launch.problem, launch.shape
+    p, grad_out = launch.problem, limit_strides(grad_out)
     launch.arguments |= {
         "grad_out": grad_out,
-        "o_strides": s.strides(grad_out),
+        "o_strides": strides(grad_out),
         "scales": launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale)),
         "row_terms": None,
         "pitch": 0,
     }
     forward_results = dict.fromkeys(("out", "out_strides", "row_sums"))
-    if result is not None:  # the kernel for dQ writes what that for dK and dV needs of each row
-        out = limit_strides(result.out)
-        forward_results = {"out": out, "out_strides": s.strides(out), "row_sums": result.row_sums.contiguous()}
-        pitch = p.query.shape[0] if s.packed else s.n
-        terms = result.row_sums.new_empty(s.heads if s.packed else s.batch * s.heads, pitch, 4)
+    if result:  # the kernel for dQ writes what that for dK and dV needs of each row
+        out, row_sums = limit_strides(result[0]), result[2].contiguous()
+        forward_results = {"out": out, "out_strides": strides(out), "row_sums": row_sums}
+        packed = isinstance(p, VarlenProblem)
+        pitch = p.query.shape[0] if packed else launch.n
+        terms = row_sums.new_empty(launch.heads if packed else launch.batch * launch.heads, pitch, 4)
         launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
-    if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
+    if needs_grad.query and not sums and _use_hopper(launch, tuning.DQ, grad_out):
         if p.normalize:
             _dq(launch, NeedsGrad(False, False, False), forward_results)
-        query, bias, mask, slopes = hopper.dq(launch, grad_out), None, None, None
+        query, bias, mask, slopes = launch_hopper.dq(launch, grad_out), None, None, None
     else:
         query, bias, mask, slopes = _dq(launch, needs_grad, forward_results)
-    if needs_grad.key and needs_grad.value and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
-        key, value = hopper.dkdv(launch, grad_out)
+    if needs_grad.key and needs_grad.value and _use_hopper(launch, tuning.DKDV, grad_out):
+        key, value = launch_hopper.dkdv(launch, grad_out)
     else:
         key, value = _dkdv(launch, needs_grad)
     return Gradients(query, key, value, bias, mask, slopes)
 
 
-def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
-    """Return the module ``ops.hopper.launch`` if its kernel is in use and supports the problem, else None."""
-    if kernel not in tuning.HOPPER_CONFIGS or not launch.may_use_tma:
-        return None
+def _use_hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
+    """Return True if a kernel of ``ops.hopper`` is in use and supports the problem."""
     if kernel == tuning.DKDV and launch.problem.normalize:  # numbers of each row: too few registers for them in Gluon
-        return None
-    from sigattn.ops.hopper import launch as hopper
-
-    return hopper if hopper.unavailable(launch, grad_out) is None else None
+        return False
+    return kernel in tuning.HOPPER_CONFIGS and launch.may_use_tma and launch_hopper.supports(launch, grad_out)
 
 
 def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None]:
     """Return dK and dV."""
-    p, s = launch.problem, launch.shape
-    o = launch.options
+    p, o = launch.problem, launch.options
     new = torch.zeros_like if o.VARLEN or o.LENGTHS else torch.empty_like  # keys of no sequence have gradient 0
     key, value = new(p.key) if needs_grad.key else None, new(p.value) if needs_grad.value else None
     if key is None and value is None:
         return None, None
     mask_arguments: dict[str, Any] = {}
-    mask, size = p.attn_mask, (s.batch, s.heads, s.n, s.m)
+    mask, size = p.attn_mask, (launch.batch, launch.heads, launch.n, launch.m)
     if mask is not None and o.MASK_ORDER == "queries, keys" and mask.numel() <= _LARGEST_COPY * math.prod(size):
         mask_arguments["mask"] = kernel_args.mask_arg(mask.mT.contiguous().mT, *size)
         mask_arguments["MASK_ORDER"] = "keys, queries"
@@ -158,11 +146,11 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
             bwd_dkdv_kernel,
             launch,
             tuning.DKDV,
-            lambda config: triton.cdiv(s.m, config.block_n) * s.batch * s.kv_heads,
+            lambda config: triton.cdiv(launch.m, config.block_n) * launch.batch * launch.kv_heads,
             grad_key=k,
             grad_value=v,
-            gk_strides=None if k is None else s.strides(k),
-            gv_strides=None if v is None else s.strides(v),
+            gk_strides=None if k is None else strides(k),
+            gv_strides=None if v is None else strides(v),
             **mask_arguments,
         )
     return key, value
@@ -175,14 +163,15 @@ def _dq(
 
     forward_results: arguments of the kernel that are not None with ``normalize``.
     """
-    p, s = launch.problem, launch.shape
+    p, packed = launch.problem, launch.options.VARLEN
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if not (needs_grad.query or sums or p.normalize):
         return None, None, None, None
-    new = torch.zeros_like if s.packed else torch.empty_like
+    new, new_sums = torch.empty_like, p.query.new_empty
+    rows: tuple[int, ...] = (launch.batch, launch.n, launch.heads)
+    if packed:  # rows that belong to no sequence have 0
+        new, new_sums, rows = torch.zeros_like, p.query.new_zeros, (len(p.query), launch.heads)
     query = new(p.query) if needs_grad.query else None
-    new_sums = p.query.new_zeros if s.packed else p.query.new_empty  # rows that belong to no sequence have 0
-    rows = (len(p.query), s.heads) if s.packed else (s.batch, s.n, s.heads)
     bias = new_sums(*rows, dtype=torch.float32) if needs_grad.bias else None
     slopes = new_sums(*rows, 2, dtype=torch.float32) if needs_grad.alibi_slopes else None
     mask, mask_arguments = _mask_gradient(launch, needs_grad)
@@ -190,11 +179,11 @@ def _dq(
         bwd_dq_kernel,
         launch,
         tuning.DQ,
-        lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
+        lambda config: triton.cdiv(launch.n, config.block_m) * launch.batch * launch.heads,
         grad_query=query,
         grad_bias=bias,
         grad_slopes=slopes,
-        gq_strides=None if query is None else s.strides(query),
+        gq_strides=None if query is None else strides(query),
         **forward_results,
         **mask_arguments,
     )
@@ -225,15 +214,15 @@ def _like(full: Tensor, like: Tensor) -> Tensor:
 
 def _mask_gradient(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, dict[str, Any]]:
     """Return memory for the mask's gradient, a matrix for each head if results must repeat bitwise, and arguments."""
-    p, s = launch.problem, launch.shape
+    p = launch.problem
     if not needs_grad.attn_mask or p.attn_mask is None:
         return None, {"grad_mask": None}
-    full = (s.batch, s.heads, s.n, s.m)
+    full = (launch.batch, launch.heads, launch.n, launch.m)
     size = full if p.deterministic else tuple(p.attn_mask.shape)
     grad = torch.zeros(size, dtype=torch.float32, device=p.query.device)
     return grad, {
         "grad_mask": kernel_args.mask_arg(grad, *full),
         "NEED_MASK": "stored" if size == full else "added",
-        "SUM_ROWS": size[2] == 1 and s.n > 1,
-        "SUM_COLUMNS": size[3] == 1 and s.m > 1,
+        "SUM_ROWS": size[2] == 1 and launch.n > 1,
+        "SUM_COLUMNS": size[3] == 1 and launch.m > 1,
     }

@@ -95,7 +95,8 @@ def launch(
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 def _settings(query: Tensor) -> tuple[Any, ...]:
@@ -146,28 +147,16 @@ def _record(key: Hashable, function: Callable[..., R], arguments: Sequence[Any])
 
 
 class Step(NamedTuple):
-    """Call of a function: its arguments, those that are tensors to be filled in, and the slots of its results.
-
-    ``positions`` and ``names`` have what is filled in, by index in ``args`` and by name in ``kwargs``. ``slots`` is the
-    slot of the result, those of a tuple, or None.
-    """
+    """Call of a function: its arguments, and the slot of its result, those of a tuple, or None."""
 
     function: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    positions: list[tuple[int, Fill]]
-    names: list[tuple[str, Fill]]
+    args: Fill
+    kwargs: Fill | None
     slots: int | list[int | None] | None
 
     def __call__(self, values: list[Any]) -> None:
-        args, kwargs = self.args, self.kwargs
-        if self.positions:
-            args = args.copy()
-            for position, fill in self.positions:
-                args[position] = fill(values)
-        if self.names:
-            kwargs = kwargs | {name: fill(values) for name, fill in self.names}
-        result = self.function(*args, **kwargs)
+        kwargs = {} if self.kwargs is None else self.kwargs(values)
+        result = self.function(*self.args(values), **kwargs)
         if isinstance(self.slots, int):
             values[self.slots] = result
         elif self.slots is not None:
@@ -187,37 +176,17 @@ class Pass(NamedTuple):
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Run the steps with other tensors, and return the result."""
         values = tensors + [None] * (self.num_slots - len(tensors))
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self._run(values)
-        return self._run(values)
-
-    def _run(self, values: list[Any]) -> Any:
-        for step in self.steps:
-            step(values)
+        with _on(self.device):
+            for step in self.steps:
+                step(values)
         return self.result(values)
 
 
 # What may be asked of a tensor without a result that depends on its values. (An address counts as its alignment.)
-_METADATA = frozenset(
-    [
-        "__get__",
-        "__hash__",
-        "__len__",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "nelement",
-        "numel",
-        "size",
-        "storage_offset",
-        "stride",
-    ]
-)
+_METADATA = frozenset([
+    "__get__", "__hash__", "__len__", "data_ptr", "dim", "element_size", "is_complex", "is_contiguous",
+    "is_floating_point", "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
+])  # fmt: skip
 
 
 class Recording(TorchFunctionMode):
@@ -248,23 +217,15 @@ class Recording(TorchFunctionMode):
     ) -> None:
         """Record a call; changes: True if it does more than to return new tensors."""
         used: set[int] = set()
-        templates = [self._template(x, used) for x in args]
-        named = {name: self._template(x, used) for name, x in kwargs.items()}
+        fill_args, fill_named = self._template(tuple(args), used), self._template(tuple(kwargs.values()), used)
         new = [id(t) not in self.slots for t in _tensors(result)]
         if not changes and not any(new):
             return  # such as a contiguous tensor's ``contiguous``
         slots: int | list[int | None] | None = self._slot(result) if isinstance(result, Tensor) else None
         if isinstance(result, (tuple, list)):
             slots = [self._slot(x) if isinstance(x, Tensor) else None for x in result]
-        step = Step(
-            function,
-            [None if fill else x for x, fill in zip(args, templates, strict=True)],
-            {name: x for name, x in kwargs.items() if not named[name]},
-            [(position, fill) for position, fill in enumerate(templates) if fill],
-            [(name, fill) for name, fill in named.items() if fill],
-            slots,
-        )
-        self.steps.append((changes, used, step))
+        named = None if not kwargs else _fill_named(tuple(kwargs), fill_named or _constant(tuple(kwargs.values())))
+        self.steps.append((changes, used, Step(function, fill_args or _constant(tuple(args)), named, slots)))
 
     def _slot(self, t: Tensor) -> int:
         """Return the slot of a tensor, a new one for an unknown tensor."""
@@ -309,6 +270,15 @@ def _is_in_place(name: str, kwargs: dict[str, Any] | None) -> bool:
 
 def _tensors(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [t for t in x if isinstance(t, Tensor)] if x is not None else []
+
+
+def _constant(x: Any) -> Fill:
+    return lambda values: x
+
+
+def _fill_named(names: tuple[str, ...], fill: Fill) -> Fill:
+    """Return the function that makes keyword arguments."""
+    return lambda values: dict(zip(names, fill(values), strict=True))
 
 
 def _fill_descriptor(descriptor: Any, base: Fill | None) -> Fill | None:

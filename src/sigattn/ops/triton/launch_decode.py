@@ -11,7 +11,7 @@ from sigattn.ops.gradients import Result, without_saved
 from sigattn.ops.normalization import add_parts
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tuning
-from sigattn.ops.triton.args import Bias, Strides
+from sigattn.ops.triton.args import Strides
 from sigattn.ops.triton.decode import decode_kernel
 
 _MAX_SPLITS = 128
@@ -41,7 +41,9 @@ def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config:
     batch, n, heads, _ = p.query.shape
     kv_heads = p.value.shape[2]
     programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
-    splits = min(p.num_splits or _splits(p, programs), _MAX_GRID_Y, max(1, -(-_keys(p) // config.block_n)))
+    # The most keys that a query may see. Lengths are not read, because that would synchronise with the GPU.
+    keys = p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + n)
+    splits = min(p.num_splits or _splits(p, programs), _MAX_GRID_Y, max(1, -(-keys // config.block_n)))
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
     sums = out.new_empty(*parts.shape[:-1], 2, dtype=torch.float32) if p.normalize else None
     launch_arguments = {
@@ -64,11 +66,6 @@ def _run(p: KVCacheProblem, call_arguments: dict[str, Any], out: Tensor, config:
     return result
 
 
-def _keys(p: KVCacheProblem) -> int:
-    """Return the most keys that a query may see. Lengths are not read, because that would synchronise with the GPU."""
-    return p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + p.query.shape[1])
-
-
 def _splits(p: KVCacheProblem, programs: int) -> int:
     """Return the number of parts of the keys that gives every multiprocessor two programs."""
     processors = _INTERPRETED_PROCESSORS
@@ -80,13 +77,11 @@ def _splits(p: KVCacheProblem, programs: int) -> int:
 def arguments(p: KVCacheProblem) -> dict[str, Any]:
     """Return all arguments of the kernel but the output, and but the tile shape in its options."""
     (batch, n, heads, _), (pages, page_size, kv_heads, _) = p.query.shape, p.value.shape
-    bias, strides, kind = _bias(p)
+    number_or_tensor = p.bias.to(p.query.device) if p.bias.dim() else p.bias
+    bias, bias_strides, bias_kind = kernel_args.bias_arg(number_or_tensor, p.query.dtype, batch, heads, n)
     table = p.block_table if p.block_table is None or p.block_table.stride(1) == 1 else p.block_table.contiguous()
     mask_keys = 0 if p.attn_mask is None else p.attn_mask.shape[3]
-    options = kernel_args.common_options(p)._replace(
-        GROUP=heads // kv_heads,
-        BIAS=kind,
-        SHIFT=kind if p.query.dtype is torch.float16 else "none",
+    options = kernel_args.common_options(p, heads // kv_heads, bias_kind)._replace(
         UNIT=kernel_args.unit(p.query, p.key, p.value),
         LEFT_PADDING=p.left_padding is not None,
         QUERY_ENDS=p.query_ends is not None,
@@ -98,10 +93,10 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "left_padding": None if p.left_padding is None else p.left_padding.contiguous(),
         "block_table": table,
         "table_b": 0 if table is None else table.stride(0),
-        "bias": bias,
-        "bias_b": strides[0],
-        "bias_h": strides[1],
-        "bias_n": strides[2],
+        "bias": bias._replace(row_stride=0),  # for one kernel: bias_n is not specialised
+        "bias_b": bias_strides[0],
+        "bias_h": bias_strides[1],
+        "bias_n": bias_strides[2],
         "mask": kernel_args.mask_arg(p.attn_mask, batch, heads, n, mask_keys),
         "mask_keys": mask_keys,
         "n": n,
@@ -109,7 +104,6 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "pages": pages,
         "page_size": page_size,
         "table_width": 1 if table is None else table.shape[1],
-        "scales": kernel_args.scales(p),
         "OPT": options,
     }
 
@@ -118,13 +112,3 @@ def _strides(t: Tensor) -> Strides:
     """Return the strides of (B, N, H, D)."""
     b, n, h, d = t.stride()
     return Strides(b, h, n, d)
-
-
-def _bias(p: KVCacheProblem) -> tuple[Bias, tuple[int, ...], str]:
-    """Return the bias, its strides along samples, heads and queries, and ``Options.BIAS``."""
-    if not p.bias.dim():
-        return kernel_args.number_bias(p.bias.item(), p.query.dtype), (0, 0, 0), "number"
-    tensor = p.bias.to(p.query.device)
-    bias, kind = kernel_args.tensor_bias(tensor, p.query.dtype, 0)
-    batch, n, heads, _ = p.query.shape
-    return bias, tensor[..., 0].expand(batch, heads, n).stride() if kind == "tensor" else (0, 0, 0), kind

@@ -39,10 +39,9 @@ def describe(arguments: dict[str, Any], options: Options) -> dict[str, Any] | No
     """Return descriptors of the tensors that a portable kernel loads tiles of, or None if it must use pointers."""
     if not is_available(arguments, options):
         return None
-    sizes = tile_sizes(options)
-    loaded = {name: arguments[name] for name in sizes if name in arguments}
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    tensors = {name: (arguments[name], size) for name, size in tile_sizes(options).items() if name in arguments}
     return {
-        name: TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *sizes[name]]) for name, t in loaded.items()
+        name: TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *size]) for name, (t, size) in tensors.items()
     }

@@ -3,7 +3,7 @@
 ``benchmarks/gpu.sh`` measures the candidates of ``benchmarks/tile_shapes.py`` on a GPU; its results go into these
 tables by hand. Where a table does not say that it was measured (docs/speed.md), its shapes were chosen from the
 compiler's reports (``python -m benchmarks static``): no spills in the loop over tiles without a mask, tensor cores fed
-from shared memory, and on Hopper the shortest time by the model there.
+from shared memory.
 """
 
 from __future__ import annotations
@@ -18,40 +18,27 @@ from sigattn.ops.triton.args import padded_head_dim
 
 
 class Config(NamedTuple):
-    """Tile shape of a portable kernel.
+    """Tile shape of a portable kernel."""
 
-    Attributes:
-        block_m: queries of a tile. block_n: keys of a tile.
-        warps: of a program. stages: tiles in flight.
-        sigmoid: form of σ in 16 bits, "accurate", "paired" or "paired-rcp" (activation.py).
-        tma: load tiles by TMA if the tensors allow it (tma.py); from Hopper on.
-        split_dkdv: compute dK and dV in two launches: five products instead of four, but each has enough registers for
-            wide heads.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    sigmoid: str = "accurate"
-    tma: bool = False
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
+    warps: int  # of a program
+    stages: int  # tiles in flight
+    sigmoid: str = "accurate"  # form of σ in 16 bits, also "paired" and "paired-rcp" (activation.py)
+    tma: bool = False  # load tiles by TMA if the tensors allow it (tma.py); from Hopper on
+    # compute dK and dV in two launches: five products instead of four, but each has enough registers for wide heads
     split_dkdv: bool = False
 
 
 class HopperConfig(NamedTuple):
-    """Tile shape of a kernel of ``ops/hopper``.
+    """Tile shape of a kernel of ``ops/hopper``."""
 
-    Attributes:
-        block: rows of the tiles that are walked. stages: such tiles in flight.
-        sigmoid: as in ``Config``.
-        persistent_keys: as many programs as multiprocessors are launched, each for several tiles, so that the first
-            operands of the next tile are loaded while the results of this one are stored. Under a causal mask the GPU
-            balances tiles of different length better than a fixed order: there only for so many keys.
-    """
-
-    block: int
-    stages: int
-    sigmoid: str = "paired"
+    block: int  # rows of the tiles that are walked
+    stages: int  # such tiles in flight
+    sigmoid: str = "paired"  # or "paired-rcp"
+    # As many programs as multiprocessors are launched, each for several tiles, so that the first operands of the next
+    # tile are loaded while the results of this one are stored. Under a causal mask the GPU balances tiles of different
+    # length better than a fixed order: there only for so many keys.
     persistent_keys: int = 0
 
 
@@ -79,8 +66,8 @@ def _table(rows: str, sigmoid: str = "accurate") -> dict[tuple[str, int], Config
 
 # 16-bit dtypes on Hopper (227 KiB of shared memory). wgmma needs 64 rows of a tile for each four warps; at 256 the dkdv
 # kernel has registers for that only if it computes dK or dV, not both. The paired form of σ takes two instructions a
-# score less if numbers stay in their threads, as with wgmma they do. Two programs fit a multiprocessor wherever the
-# model of time (benchmarks/hopper_model.py, not measured) prefers that: σ of one overlaps with products of the other.
+# score less if numbers stay in their threads, as with wgmma they do. Two programs fit a multiprocessor up to D = 128: σ
+# of one overlaps with products of the other.
 _HOPPER = _table(
     """
     fwd  128x64/8/3  128x64/8/3  128x64/8/3  128x32/8/3  128x64/8/2
@@ -166,25 +153,18 @@ _AMD = _table("""
     dq   64x64/4/1   64x64/4/1   64x64/4/1   64x32/4/1   32x16/4/1
 """)
 
-DIRECT_LAUNCH_VERSIONS = (
-    (3, 6),
-    (3, 7),
-    (3, 8),
-    (3, 9),
-)  # of Triton, on which tests/ops/compiled/test_direct_launch.py has run
-
 
 def supports_direct_launch(version: str) -> bool:
-    """Return True if a direct launch passes the same arguments as Triton's own in a version of Triton."""
-    return tuple(int(number) for number in version.split(".")[:2]) in DIRECT_LAUNCH_VERSIONS
+    """Return True for versions of Triton on which tests/ops/compiled/test_direct_launch.py has run."""
+    return version.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
 
 
-# Cached launches start their compiled kernels directly (launch_cache.py), not through Triton, which
-# binds and specialises every argument again (some 30 µs of the CPU's time).
+# Cached launches start their compiled kernels directly (launch_cache.py), not through Triton, which binds and
+# specialises every argument again (some 30 µs of the CPU's time).
 DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
 
-# Weights (B · Hq · N · M) from which on TMA and the Gluon kernels are used. A descriptor takes some 10 µs
-# of host time at each launch (eleven took a fifth of a short training step with an H100), more than TMA gains there.
+# Weights (B · Hq · N · M) from which on TMA and the Gluon kernels are used. A descriptor takes some 10 µs of host time
+# at each launch (eleven took a fifth of a short training step with an H100), more than TMA gains there.
 TMA_MIN_WEIGHTS = 1 << 26
 
 # Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
@@ -211,13 +191,14 @@ def kernel_config(
         tma: whether the call is a plain one whose operands TMA can load.
         precision: of float32 products.
     """
-    if tma and architecture == 90 and itemsize == 2 and (kernel, padded_head_dim(head_dim)) in _HOPPER_TMA:
-        return _HOPPER_TMA[kernel, padded_head_dim(head_dim)]
-    tables = {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _AMD}
-    table = tables.get(architecture, _SMALL)
+    key = kernel, padded_head_dim(head_dim)
+    if tma and (architecture, itemsize) == (90, 2) and key in _HOPPER_TMA:
+        return _HOPPER_TMA[key]
     if itemsize == 4:
         table = {(90, "tf32x3"): _HOPPER_TF32X3, (90, "tf32"): _HOPPER_TF32}.get((architecture, precision), _FLOAT32)
-    return table[kernel, padded_head_dim(head_dim)]
+    else:
+        table = {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _AMD}.get(architecture, _SMALL)
+    return table[key]
 
 
 def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
