@@ -212,8 +212,9 @@ def with_backend(backend: str | None) -> AttentionFunction:
     """Return sigmoid attention of this library by a backend; None is the default."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        options = {"is_causal": o.causal, "bias": o.bias, "alibi_slopes": o.slopes}
-        return sigattn.sigmoid_attention(q, k, v, backend=backend, **options)
+        return sigattn.sigmoid_attention(
+            q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend=backend
+        )
 
     return call
 

@@ -54,7 +54,6 @@ class KernelBenchmark(TimedBenchmark):
         baselines: names of the baselines compared with ours; empty for all.
         precompile: first compile and run each implementation in subprocesses; one that crashes or hangs is left out.
         max_seconds: when to stop; settings that were not reached are listed in the results.
-        profile: also list the time of each of our kernels.
         plot: also draw plots.
         results: folder for the results (JSON) and plots.
     """
@@ -70,7 +69,6 @@ class KernelBenchmark(TimedBenchmark):
     baselines: tuple[str, ...] = ()
     precompile: bool = True
     max_seconds: float = 240.0
-    profile: bool = True
     plot: bool = True
     results: Path = Path("runs/benchmarks/kernels")
 
@@ -126,8 +124,7 @@ def benchmark_kernels(config: KernelBenchmark) -> dict[str, Any]:
             print_rows(f"n = {setting.n}, D = {setting.head_dim}, {kind}", rows, _COLUMNS)
         rows = results.data["rows"]
         speed_ups = average_speed_ups(rows)
-        profile = results.data.get("profile") or (_profile(config) if config.profile else [])
-        written = results.write(average_speed_up=speed_ups, profile=profile)
+        written = results.write(average_speed_up=speed_ups)
     for line in speed_ups:
         print(line)
     if config.plot:
@@ -266,36 +263,6 @@ def _time_ratio(a: dict[str, Any], b: dict[str, Any]) -> float:
     which = "ms" if a["graph_ms"] is None or b["graph_ms"] is None else "graph_ms"
     found: float = a[which] / b[which]
     return found
-
-
-def _profile(config: KernelBenchmark) -> list[dict[str, Any]]:
-    """Return the time of each kernel of our training step at the middle length, from PyTorch's profiler."""
-    n = sorted(config.lengths)[len(config.lengths) // 2]
-    inputs = make_inputs(config, Setting(n, config.head_dims[0], True, False))
-    leaves = inputs.leaves()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-
-    def step() -> None:
-        out = IMPLEMENTATIONS[OURS].call(*leaves, inputs.options)
-        torch.autograd.grad(out, leaves, inputs.grad_out)
-        synchronize()
-
-    step()
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-    return [
-        {
-            "n": n,
-            "batch_size": len(inputs.query),
-            "kernel": event.key,
-            "ms": event.self_device_time_total / 1e3,
-            "calls": event.count,
-        }
-        for event in profiler.key_averages()
-        if event.self_device_time_total > 0
-    ]
 
 
 def plot_speed(rows: list[dict[str, Any]], folder: Path) -> None:

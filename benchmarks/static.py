@@ -170,13 +170,13 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
     integers = "bias_b bias_h bias_n threshold len_q len_k heads query_offset left right table_b mask_keys n kv_heads "
     integers += "pages page_size table_width splits o_split pitch"
     gradients = ("out", "grad_key", "grad_value", "grad_query")
-    cache = {"seqlens": True, "query_ends": options.QUERY_ENDS, "left_padding": options.LEFT_PADDING}
     return {
         **loaded,
         **dict.fromkeys(gradients, tensor),
         **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "out", "gq", "gk", "gv")},
         **dict.fromkeys(integers.split(), number),
-        **{name: "*i32" if given else None for name, given in {**cache, "block_table": options.TABLE}.items()},
+        "seqlens": "*i32",
+        **dict.fromkeys(("query_ends", "left_padding", "block_table")),
         "bias": Bias(bias, "fp32", number, shift, "fp32"),  # type: ignore[arg-type]
         "mask": None if pointer is None else Mask(pointer, *mask),  # type: ignore[arg-type]
         "alibi": Alibi("*fp32", number, number, 1) if options.SLOPES else None,  # type: ignore[arg-type]

@@ -38,15 +38,14 @@ def test_kernels(tmp_path, monkeypatch):
 
 
 def test_kernels_stop_in_time(tmp_path):
-    config = kernels.KernelBenchmark(max_seconds=1e-9, profile=False, precompile=False, results=tmp_path)
-    report = kernels.benchmark_kernels(config)
+    report = kernels.benchmark_kernels(kernels.KernelBenchmark(max_seconds=1e-9, precompile=False, results=tmp_path))
     assert not report["rows"]
     assert len(report["left_out_for_time"]) == 11 * (4 + 2)
 
 
 def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path):
     config = kernels.KernelBenchmark(
-        **{**TINY, "precompile": True}, alibi=False, profile=False, baselines=(NAIVE, SDPA), results=tmp_path
+        **{**TINY, "precompile": True}, alibi=False, baselines=(NAIVE, SDPA), results=tmp_path
     )
 
     def failures(function, groups, **_):

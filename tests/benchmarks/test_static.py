@@ -120,7 +120,7 @@ def check_gluon(report):
 
 def decoding():
     """Return cases contiguous and in pages, plain and with every option; on Hopper also as many rows as wgmma takes."""
-    pages = {"TABLE": True, "LEFT_PADDING": True, "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
+    pages = {"block_table": "*i32", "left_padding": "*i32", "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
     wide = [("decode", 90, "bfloat16", d, False, {"config": tuning.decode_config(d, 2, 64)}) for d in DIMS]
     if not EVERYTHING:
         return [("decode", 100, "float16", 128, False, pages), wide[0]]

@@ -121,9 +121,6 @@ class Options(NamedTuple):
     NEED_MASK: str = "none"
     SUM_ROWS: bool = False
     SUM_COLUMNS: bool = False
-    LEFT_PADDING: bool = False  # arguments of a cache that the call has
-    QUERY_ENDS: bool = False
-    TABLE: bool = False
 
 
 def padded_head_dim(head_dim: int) -> int:

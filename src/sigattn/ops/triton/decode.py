@@ -46,10 +46,10 @@ def decode_kernel(
 
     length = tl.minimum(tl.load(seqlens + b).to(tl.int32), table_width * page_size)
     begin = 0
-    if OPT.LEFT_PADDING:
+    if left_padding is not None:
         begin = tl.maximum(tl.load(left_padding + b).to(tl.int32), 0)
     end = length
-    if OPT.QUERY_ENDS:
+    if query_ends is not None:
         end = tl.load(query_ends + b).to(tl.int32)
     start, stop = begin, length
     if OPT.HAS_LEFT:
@@ -89,7 +89,7 @@ def decode_kernel(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         valid = (offs_n >= begin) & (offs_n < stop)
         page, slot = b + tl.zeros_like(offs_n), offs_n
-        if OPT.TABLE:
+        if block_table is not None:
             page = tl.load(block_table + b * table_b + offs_n // page_size, mask=valid, other=0).to(tl.int64)
             slot = offs_n % page_size
             valid &= (page >= 0) & (page < pages)  # entries that name no page are not read

@@ -108,12 +108,12 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     if isinstance(p, VarlenProblem):
         batch, n, m, query_offset = p.sequences, p.max_seqlen_q, p.max_seqlen_k, 0
         sequences = Sequences(None, p.cu_seqlens_q.contiguous(), p.cu_seqlens_k.contiguous())
-        blocks = None
+        mask_blocks = None
     else:
         batch, n, m, query_offset = query.shape[0], query.shape[2], key.shape[2], p.query_offset
         lengths = None if p.key_lengths is None else p.key_lengths.to(query.device).contiguous()
         sequences = Sequences(lengths, None, None)
-        blocks = p.blocks
+        mask_blocks = p.blocks
     bias, bias_strides, bias_kind = _bias(p, batch, heads, n, m)
     mask = mask_arg(p.attn_mask, batch, heads, n, m)
     options = common_options(p, heads // max(kv_heads, 1), bias_kind)._replace(
@@ -132,10 +132,12 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
             lengths = (visible * torch.arange(1, m + 1, device=visible.device)).amax(-1)
             sequences = Sequences(lengths, None, None)
             options = options._replace(MASK="keys", LENGTHS=True)
-    if blocks is not None:
-        table, tiles = blocks.table.contiguous(), blocks.tiles.contiguous().view(torch.uint8)
-        options = options._replace(BLOCK_Q=blocks.size[0], BLOCK_K=blocks.size[1])
-        blocks = Blocks(table, *table.expand(batch, heads, -1, -1).stride()[:3], tiles)
+    blocks = None
+    if mask_blocks is not None:
+        table, tiles = mask_blocks.table.contiguous(), mask_blocks.tiles.contiguous().view(torch.uint8)
+        options = options._replace(BLOCK_Q=mask_blocks.size[0], BLOCK_K=mask_blocks.size[1])
+        b, h, q, _ = table.expand(batch, heads, -1, -1).stride()
+        blocks = Blocks(table, b, h, q, tiles)
     arguments = common_arguments(p, strides, batch, heads, p.keep_scale) | {
         "bias": bias,
         "bias_b": bias_strides[0],

@@ -25,6 +25,7 @@ _IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key"
 # Tiles of ``bwd_dkdv_kernel`` are (keys, queries). A copy of attn_mask in that order, made if it has at most this many
 # entries per weight, saves 1.1 of 6.2 ms (H100, float mask, n = 4,096, B = 4, 32 heads of 64).
 _LARGEST_COPY = 1 / 8
+_FourGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], int], **arguments: Any) -> None:
@@ -109,14 +110,14 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
     if needs_grad.query and not sums and _use_hopper(launch, tuning.DQ, grad_out):
         if p.normalize:
             _dq(launch, NeedsGrad(False, False, False), forward_results)
-        query, bias, mask, slopes = launch_hopper.dq(launch, grad_out), None, None, None
+        of_queries: _FourGradients = launch_hopper.dq(launch, grad_out), None, None, None
     else:
-        query, bias, mask, slopes = _dq(launch, needs_grad, forward_results)
+        of_queries = _dq(launch, needs_grad, forward_results)
     if needs_grad.key and needs_grad.value and _use_hopper(launch, tuning.DKDV, grad_out):
-        key, value = launch_hopper.dkdv(launch, grad_out)
+        of_keys: tuple[Tensor | None, Tensor | None] = launch_hopper.dkdv(launch, grad_out)
     else:
-        key, value = _dkdv(launch, needs_grad)
-    return Gradients(query, key, value, bias, mask, slopes)
+        of_keys = _dkdv(launch, needs_grad)
+    return Gradients(of_queries[0], *of_keys, *of_queries[1:])
 
 
 def _use_hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
@@ -156,9 +157,7 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
     return key, value
 
 
-def _dq(
-    launch: Launch, needs_grad: NeedsGrad, forward_results: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _dq(launch: Launch, needs_grad: NeedsGrad, forward_results: dict[str, Any]) -> _FourGradients:
     """Return dQ and the gradients of bias, mask and slopes.
 
     forward_results: arguments of the kernel that are not None with ``normalize``.

@@ -81,12 +81,7 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
     bias, bias_strides, bias_kind = kernel_args.bias_arg(number_or_tensor, p.query.dtype, batch, heads, n)
     table = p.block_table if p.block_table is None or p.block_table.stride(1) == 1 else p.block_table.contiguous()
     mask_keys = 0 if p.attn_mask is None else p.attn_mask.shape[3]
-    options = kernel_args.common_options(p, heads // kv_heads, bias_kind)._replace(
-        UNIT=kernel_args.unit(p.query, p.key, p.value),
-        LEFT_PADDING=p.left_padding is not None,
-        QUERY_ENDS=p.query_ends is not None,
-        TABLE=p.block_table is not None,
-    )
+    options = kernel_args.common_options(p, heads // kv_heads, bias_kind)
     return kernel_args.common_arguments(p, _strides, batch, heads) | {
         "seqlens": p.seqlens.contiguous(),
         "query_ends": None if p.query_ends is None else p.query_ends.contiguous(),
@@ -104,7 +99,7 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "pages": pages,
         "page_size": page_size,
         "table_width": 1 if table is None else table.shape[1],
-        "OPT": options,
+        "OPT": options._replace(UNIT=kernel_args.unit(p.query, p.key, p.value)),
     }
 
 
