@@ -71,8 +71,8 @@ def test_printed_closed_form_agrees_up_to_three_tokens():
     s1, s2, s3, s4 = (total - x for x in l)
     unrolled = l[3] + c * s4 + c**2 * (s3 + s2 + s1) + c**3 * (s2 + 2 * s1) + c**4 * s1
     assert m.closed_form(l)[3] == unrolled
-    assert m.closed_form_as_printed(l)[3] == unrolled + c**3 * (s2 - s1)
-    assert m.closed_form(l)[:3] == m.closed_form_as_printed(l)[:3]
+    assert m.closed_form(l, as_printed=True)[3] == unrolled + c**3 * (s2 - s1)
+    assert m.closed_form(l)[:3] == m.closed_form(l, as_printed=True)[:3]
 
 
 def test_lemmas_fail_without_the_first_layer():

@@ -9,7 +9,7 @@ import itertools
 import math
 import tarfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,26 +103,24 @@ class Speech(Data):
         local = chosen[shard[0] :: shard[1]]
         batch_type = tuple if local else PlaceholderBatch
         local = local or chosen[:1]
-        samples = self._readable(local)
+        samples = list(self._readable(self.training, local))
         if not samples:  # replaced by the next readable utterance
-            indices = range(len(self.training))
-            others = itertools.chain(indices[local[-1] + 1 :], indices[: local[-1]])
-            samples = next((one for i in others if (one := self._readable([i]))), [])
+            count = len(self.training)
+            others = ((local[-1] + offset) % count for offset in range(1, count))
+            samples = list(itertools.islice(self._readable(self.training, others), 1))
         if not samples:
             raise DataError("no recording to train on can be read")
-        return batch_type(
-            collate(
-                [
-                    (spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames, text)
-                    for i, frames, text in samples
-                ]
-            )
-        )
+        if mask:
+            samples = [(i, spec_augment(frames, sample_generator(seed, epoch, i)), text) for i, frames, text in samples]
+        return batch_type(collate([(frames, text) for _, frames, text in samples]))
 
-    def _readable(self, chosen: Sequence[int]) -> list[tuple[int, Tensor, list[int]]]:
-        """Return index, frames and tokens of the training utterances in ``chosen`` that can be read."""
-        samples = [(i, self._frames(self.training[i]), self.tokenizer(self.training[i].text)) for i in chosen]
-        return [(i, frames, text) for i, frames, text in samples if frames is not None]
+    def _readable(
+        self, utterances: Sequence[Utterance], indices: Iterable[int]
+    ) -> Iterator[tuple[int, Tensor, list[int]]]:
+        """Iterate over index, frames and tokens of the utterances that can be read."""
+        for i in indices:
+            if (frames := self._frames(utterances[i])) is not None:
+                yield i, frames, self.tokenizer(utterances[i].text)
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over the held-out utterances, shortest first, in batches of at most ``size`` seconds.
@@ -133,8 +131,7 @@ class Speech(Data):
         read = 0
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
         for group in _groups(order, self.held_out, float(size)):
-            samples = [(self._frames(self.held_out[i]), self.tokenizer(self.held_out[i].text)) for i in group]
-            readable = [(frames, text) for frames, text in samples if frames is not None]
+            readable = [(frames, text) for _, frames, text in self._readable(self.held_out, group)]
             if readable:
                 read += len(readable)
                 yield collate(readable)

@@ -120,8 +120,13 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     folder = Path(folder)
     if folder.name == "model" and not folder.exists() and (folder.parent / "checkpoints").exists():
         raise ModelError(f"the training in {folder.parent} has not ended: continue it with --resume")
-    _refuse_transformers(folder)
     try:
+        if model_type := files.read_json_object(folder / CONFIG).get("model_type"):
+            raise ModelError(
+                f"{folder} holds a model of transformers (model_type {model_type!r}), which sigattn's commands do not "
+                "read: load it in Python with transformers; sigattn.convert converts it there, as in "
+                "examples/convert_transformers.py"
+            )
         description = files.read_json_object(folder / CONFIG, model=str, config=dict)
         config = from_dict(MODELS[description["model"]], description["config"])
         files.check_files(folder, (CONFIG, WEIGHTS))
@@ -132,18 +137,6 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
         reason = " ".join(str(error).split())
         raise ModelError(f"cannot load a model from {folder}: {type(error).__name__}: {reason}") from error
     return model.eval()
-
-
-def _refuse_transformers(folder: Path) -> None:
-    """Raise ModelError for a folder that transformers has saved, whose ``config.json`` is another format."""
-    try:
-        model_type = files.read_json_object(folder / "config.json", model_type=str)["model_type"]
-    except (OSError, files.FileFormatError):
-        return
-    raise ModelError(
-        f"{folder} holds a model of transformers (model_type {model_type!r}), which sigattn's commands do not read: "
-        "load it in Python with transformers; sigattn.convert converts it there, as in examples/convert_transformers.py"
-    )
 
 
 def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ class ContextualMapping:
 
     # -- the formula ------------------------------------------------------------------------------------------------
 
-    def closed_form(self, l: Sequence[Any]) -> list[Any]:
+    def closed_form(self, l: Sequence[Any], *, as_printed: bool = False) -> list[Any]:
         """Return the indices l̃ after the selective shifts by the corrected formula with binomials.
 
         l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, where s_j is the sum of all l but l_j. (The
@@ -138,21 +138,15 @@ class ContextualMapping:
 
         Args:
             l: n ascending integers, or integer tensors.
+            as_printed: use the index that the paper prints.
         """
-        return self._formula(l, lambda i, j, k: j - 1 - k)
-
-    def closed_form_as_printed(self, l: Sequence[Any]) -> list[Any]:
-        """Return ``closed_form`` with the index s_{k-i+1} that the paper prints."""
-        return self._formula(l, lambda i, j, k: k - i + 1)
-
-    def _formula(self, l: Sequence[Any], index: Callable[[int, int, int], int]) -> list[Any]:
         total, c = sum(l), self.c
         s = [total - x for x in l]
         result = []
         for j in range(1, self.n + 1):
             higher = 0
             for i in range(j - 1):
-                terms = (math.comb(k, i) * s[index(i, j, k) - 1] for k in range(i, j - 1))
+                terms = (math.comb(k, i) * s[(k - i + 1 if as_printed else j - 1 - k) - 1] for k in range(i, j - 1))
                 higher += c ** (i + 2) * sum(terms)
             result.append(l[j - 1] + c * s[j - 1] + higher)
         return result
@@ -252,7 +246,7 @@ class Verification:
         """
         n, c = m.n, m.c
         self._count(self.FORMULA, _all_equal(m.closed_form(before), l))
-        self._count(self.PRINTED, _all_equal(m.closed_form_as_printed(before), l))
+        self._count(self.PRINTED, _all_equal(m.closed_form(before, as_printed=True), l))
         self._count(self.INCREASING, _all(x < y for x, y in itertools.pairwise(l)))
         for j in range(2, n + 1):
             self._count(self.LOWER, l[j - 1] > c**j)

@@ -99,21 +99,16 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
     if tokens:
         note = "layers applied to tokens of d = 2 and 3 change the index uᵀx like layers applied to indices"
         yield Statement("u reduces d dimensions to one", "App. C, map u", tokens, HOLDS, note)
-    yield Statement(
-        "l̃ after the selective shifts is given by binomials",
-        "App. C, Eq. for l̃_j",
-        checked[v.PRINTED],
-        CORRECTED if failed[v.PRINTED] and not failed[v.FORMULA] else FAILS,
-        f"s_(k-i+1) must be s_(j-1-k): as printed it is wrong in {failed[v.PRINTED]:,} cases, all with n ≥ 4",
-    )
+    claim = "l̃ after the selective shifts is given by binomials"
+    wrong = failed[v.PRINTED]
+    note = f"s_(k-i+1) must be s_(j-1-k): as printed it is wrong in {wrong:,} cases, all with n ≥ 4"
+    yield _verdict(claim, "App. C, Eq. for l̃_j", checked[v.PRINTED], failed[v.FORMULA], note, printed_failures=wrong)
     for key in (v.ONE_TO_ONE, v.INCREASING, v.LOWER, v.UPPER, v.LAST):
-        yield _verdict(key, "App. C, lemma", checked[key], failed[key], "")
-    yield _verdict(v.SHIFT, "App. C, global shift", checked[v.SHIFT], failed[v.SHIFT], "")
+        yield _verdict(key, "App. C, lemma", checked[key], failed[key])
+    yield _verdict(v.SHIFT, "App. C, global shift", checked[v.SHIFT], failed[v.SHIFT])
     note = "l̃_n itself exceeds c^n δ. By cases: i = n, j < n needs l̃_n < c^(n+1) δ, which holds"
-    corrected = failed[v.AS_PRINTED] and not failed[v.LAST_INDEX_BOUND]
-    yield Statement(
-        v.AS_PRINTED, "App. C, last proof", checked[v.LAST_INDEX_BOUND], CORRECTED if corrected else FAILS, note
-    )
+    bound, wrong = v.LAST_INDEX_BOUND, failed[v.AS_PRINTED]
+    yield _verdict(v.AS_PRINTED, "App. C, last proof", checked[bound], failed[bound], note, printed_failures=wrong)
     yield _first_layer()
     yield _missing_delta()
 
@@ -134,9 +129,8 @@ def _first_layer() -> Statement:
     broken = result.failed[Verification.LAST]
     note = "from i = 0: without Ψ⁽⁰⁾ a token of index 0 is not shifted, and the lemmas fail for "
     note += f"{broken} of {result.inputs} inputs"
-    return Statement(
-        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. C, composition", result.inputs, CORRECTED if broken else HOLDS, note
-    )
+    claim = "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …"
+    return _verdict(claim, "App. C, composition", result.inputs, 0, note, printed_failures=broken)
 
 
 def _missing_delta() -> Statement:
@@ -147,14 +141,9 @@ def _missing_delta() -> Statement:
         for i in range(m.grid):
             printed = modified_attention(l, (2 * i + 1) * m.inverse_delta, 2 * i - 1)
             failures += printed != modified_attention(l, 2 * i + 1, 2 * i - 1)
-    cases = m.inputs * m.grid
-    return Statement(
-        "b_q of the fourth head of a selective shift is i + ½",
-        "App. C, Eq. selective shift",
-        cases,
-        CORRECTED if failures else HOLDS,
-        f"(i + ½) δ: as printed the head gives another result in {failures} of {cases} cases",
-    )
+    claim, cases = "b_q of the fourth head of a selective shift is i + ½", m.inputs * m.grid
+    note = f"(i + ½) δ: as printed the head gives another result in {failures} of {cases} cases"
+    return _verdict(claim, "App. C, Eq. selective shift", cases, 0, note, printed_failures=failures)
 
 
 # -- Theorem 3.2 ------------------------------------------------------------------------------------------------------
@@ -198,9 +187,9 @@ def _frobenius_step() -> Statement:
         factors = x.square().sum() ** 2 * a.square().sum() / 64
         printed += bool(square > sigma_slope * factors)
         corrected += bool(square > sigma_slope**2 * factors * (1 + 1e-12))
-    verdict = FAILS if corrected else CORRECTED if printed else HOLDS
     note = f"σ'∞² instead of σ'∞; as printed it is exceeded in {printed} cases. (The theorem uses σ'∞².)"
-    return Statement("‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²", "App. D", cases, verdict, note)
+    claim = "‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²"
+    return _verdict(claim, "App. D", cases, corrected, note, printed_failures=printed)
 
 
 def _exponential_of_the_largest_logit() -> Statement:
@@ -211,7 +200,7 @@ def _exponential_of_the_largest_logit() -> Statement:
             p = torch.sigmoid(mu - math.log(n))
             failures += bool(n * p > mu.exp() * (1 + 1e-12)) + bool(n * p * (1 - p) > mu.exp() * (1 + 1e-12))
             cases += 2
-    return _verdict("σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n", "Sect. 3.2", cases, failures, "")
+    return _verdict("σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n", "Sect. 3.2", cases, failures)
 
 
 # -- App. E -----------------------------------------------------------------------------------------------------------
@@ -264,5 +253,9 @@ def operation_counts() -> Iterator[Statement]:
     )
 
 
-def _verdict(claim: str, where: str, cases: int, failures: int, note: str) -> Statement:
-    return Statement(claim, where, cases, FAILS if failures else HOLDS, note)
+def _verdict(
+    claim: str, where: str, cases: int, failures: int, note: str = "", *, printed_failures: int = 0
+) -> Statement:
+    """Return a statement that fails if its corrected form does, and holds corrected if only its printed form fails."""
+    verdict = FAILS if failures else CORRECTED if printed_failures else HOLDS
+    return Statement(claim, where, cases, verdict, note)
