@@ -35,11 +35,7 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def layers(self) -> Sequence[str]:
-        """Return the names of the layers to convert, in the model's order.
-
-        Raises:
-            ConversionError: naming the layers that cannot be converted, or if there is none to convert.
-        """
+        """Return the names of the layers to convert; raise ConversionError for those that cannot be."""
 
     @abc.abstractmethod
     def observe(self, attend: Attend) -> AbstractContextManager[None]:
@@ -47,11 +43,7 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
-        """Give each layer that has a bias sigmoid attention with it, in place; all of them or, if it raises, none.
-
-        Other layers keep their softmax, also in ``self.softmax``. ``normalize``: divide the weights of each query by
-        their sum.
-        """
+        """Give the layers of ``biases`` sigmoid attention in place, all or none; others keep their softmax."""
 
     def keeps(self, name: str) -> bool:
         """Return True for a layer that ``keep`` names."""

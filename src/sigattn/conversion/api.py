@@ -214,10 +214,7 @@ def _fit(
 
 
 def _transformers_adapter(model: nn.Module, run: Callable[[], object] | None, keep: Sequence[str]) -> Adapter | None:
-    """Return the adapter of models of transformers, or None for others.
-
-    Without a run it is None, too, if the attention interface does not reach all of a model, whose layers are replaced.
-    """
+    """Return the adapter of models of transformers; None for others, and if no batches run one with other attention."""
     if "transformers.modeling_utils" not in sys.modules:  # no model can be of transformers, whose import takes seconds
         return None
     from sigattn.conversion import transformers
@@ -240,13 +237,7 @@ def _checked_batches(batches: Any) -> list[Any]:
 
 
 def _run(model: nn.Module, batches: Sequence[Any], indices: Sequence[int], loss: Loss | None) -> float | None:
-    """Run a model on the batches of these indices, and return its mean loss; None if a batch has none.
-
-    Random numbers, such as the masks of an autoencoder, are the same in each run, so that losses can be compared.
-
-    Raises:
-        ConversionError: if the model or the loss raises.
-    """
+    """Run a model on batches with the same random numbers each time; return the mean loss, None if a batch has none."""
     with torch.random.fork_rng(sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)):
         losses = [_loss(model, batches, i, loss) for i in indices]
     known = [value for value in losses if value is not None]

@@ -81,11 +81,7 @@ def finite_statistics(call: AttentionCall) -> RowStatistics:
 
 
 class BiasFit:
-    """Least-squares fit of the bias, for each head of one layer.
-
-    Args:
-        num_heads: number of query heads.
-    """
+    """Least-squares fit of the bias, for each of ``num_heads`` heads of one layer."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads: int = num_heads
@@ -114,16 +110,7 @@ class BiasFit:
 
 
 def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, VisibleKeysLinearBias]:
-    """Fit the bias of each layer.
-
-    Args:
-        run: runs the model on the batches of the fit, with a function that answers its attention calls.
-        names: names of the layers.
-
-    Raises:
-        ConversionError: naming a layer that these batches do not reach, that is called with other numbers of heads, or
-            whose logits are not finite.
-    """
+    """Fit the bias of each named layer; ``run`` runs the batches with a function that answers their attention calls."""
     fits: dict[str, BiasFit] = {}
 
     def observe(call: AttentionCall) -> object:

@@ -41,10 +41,7 @@ class _LayerMeasurement:
 
 
 def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, VisibleKeysLinearBias]) -> list[LayerReport]:
-    """Return the report of each layer; ``run`` runs the held-out batches.
-
-    The inputs of each layer are those of the softmax model, so that the errors do not add up.
-    """
+    """Return the report of each layer, on the inputs of the softmax model; ``run`` runs the held-out batches."""
     layers = {name: _LayerMeasurement(bias.num_heads) for name, bias in biases.items()}
 
     def observe(call: AttentionCall) -> Any:

@@ -106,13 +106,7 @@ class ModuleAdapter(Adapter):
                 layer.attention_fn = functional.attend
 
     def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
-        """Give layers sigmoid attention with their biases; see ``Adapter``.
-
-        Raises:
-            ConversionError: if the bias needs lengths or ALiBi, which a layer's calls do not give; if the model's
-                configuration can name neither it nor that some layers keep softmax; or if a layer that keeps softmax is
-                within a converted one.
-        """
+        """Give layers sigmoid attention with their biases; see ``Adapter``."""
         self._keep_softmax([name for name in self.names if name not in biases])
         placed = {
             name: None if bias is None else bias.to(next(self.model.get_submodule(name).parameters(), _ON_CPU).device)
@@ -183,11 +177,7 @@ _ON_CPU = torch.empty(0, device="cpu")
 
 
 def _is_softmax(name: str, layer: Attention) -> bool:
-    """Return True for a layer with softmax.
-
-    Raises:
-        ConversionError: for a layer that computes its attention in another way.
-    """
+    """Return True for a layer with softmax; raise ConversionError for one that computes it in another way."""
     if layer.activation == "performer":
         raise ConversionError(f"convert: {name!r} has activation='performer', which is not supported; use softmax")
     if layer.activation != "softmax":
@@ -217,11 +207,7 @@ def _answer(
 
 
 def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], normalize: bool) -> list[tuple[Any, Any]]:
-    """Return this library's models in a model whose attention is softmax, with their configurations after the swap.
-
-    Raises:
-        ConversionError: if no setting of a configuration makes such a bias, or some layers of a model keep softmax.
-    """
+    """Return this library's softmax models in a model, with their configurations after the swap."""
     pairs: list[tuple[Any, Any]] = []
     for path, part in model.named_modules():
         config: Any = part.config if isinstance(part, Transformer) else None

@@ -25,14 +25,7 @@ from sigattn.nn.softmax_calls import CONTAINERS, SDPA_NAME, SOFTMAX_NAME, Findin
 
 
 def find_softmax(model: nn.Module, example: run_search.Example | None = None) -> list[Finding]:
-    """Find every layer of a model that computes a softmax, in the model's order, as ``convert`` describes.
-
-    The example may also be a function that runs the model.
-
-    Raises:
-        ConversionError: if a traced or exported graph calls an attention function, which cannot be replaced in its
-            code.
-    """
+    """Find every layer of a model that computes a softmax, in the model's order, as ``convert`` describes."""
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
     order = {m: i for i, (_, m) in enumerate(modules)}
     graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, (GraphModule, ScriptModule))])
@@ -76,11 +69,7 @@ def enable_fused_attention(model: nn.Module, *, restore: bool = False) -> Iterat
 
 
 def refuse_wrapped(findings: Sequence[Finding]) -> None:
-    """Raise for layers whose class cannot be replaced, because their instance has a ``forward`` or runs its children.
-
-    Raises:
-        ConversionError: naming the layers.
-    """
+    """Raise for layers whose class cannot be replaced: their instance has a ``forward``, or runs its children."""
     for layers, reason in (
         (
             [f for f in findings if isinstance(f.module, CONTAINERS)],
@@ -105,13 +94,7 @@ def replace_layers(
     biases: Mapping[str, AttentionBias | CallObserver | None],
     normalize: bool,
 ) -> None:
-    """Replace the classes of the findings' layers.
-
-    Args:
-        model: the model. findings: layers to replace. staying: layers that keep their softmax.
-        biases: bias or observer of each layer's name; None for -log of the number of visible keys.
-        normalize: True to divide the weights of each query by their sum.
-    """
+    """Give the findings' layers classes with sigmoid attention, and their bias or observer by name."""
     softmax = {f.module for f in staying}
     for finding in findings:
         layer: Any = finding.module

@@ -63,11 +63,7 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _bias(parameters: Mapping[str, Tensor]) -> VisibleKeysLinearBias:
-    """Return a new bias with the sizes of these parameters.
-
-    Raises:
-        ConversionError: if they are not those of a fitted bias.
-    """
+    """Return a new bias with the sizes of these parameters, which must be those of a fitted bias."""
     bias = VisibleKeysLinearBias(len(parameters.get("constant", ())))
     if {n: t.shape for n, t in bias.state_dict().items()} != {n: t.shape for n, t in parameters.items()}:
         raise ConversionError(

@@ -83,10 +83,7 @@ class TransformersAdapter(Adapter):
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
-        """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``.
-
-        The calls have the masks that the layers would have with sigmoid attention.
-        """
+        """Within the context, let ``attend`` answer every call, which has the masks of sigmoid attention."""
 
         def answer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             if layer not in self.names:
@@ -152,11 +149,7 @@ def find_roots(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def interface_reaches_all(model: nn.Module) -> bool:
-    """Return True if all attention of a model goes through transformers' attention interface.
-
-    Raises:
-        ConversionError: if a part has sigmoid attention already.
-    """
+    """Return True if all attention of a model goes through transformers' attention interface."""
     roots = find_roots(model)
     for root in roots:
         _refuse_converted(root)
@@ -170,11 +163,7 @@ def interface_reaches_all(model: nn.Module) -> bool:
 
 
 def _setting(bias: AttentionBias | None) -> float | str | None:
-    """Return the value of a configuration's ``sigmoid_bias`` for a bias; None for a learned one.
-
-    Raises:
-        ConversionError: for a bias that no configuration can name.
-    """
+    """Return the value of a configuration's ``sigmoid_bias`` for a bias; None for a learned one."""
     if bias is None or type(bias) is VisibleKeysBias:
         return LOG_VISIBLE
     if isinstance(bias, ConstantBias):

@@ -164,13 +164,7 @@ class SigattnLM(TemplateLM):
 
 
 def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-    """Return stop texts, number of new tokens and arguments of ``generate`` for a task's ``generation_kwargs``.
-
-    They have the harness's meaning: without ``do_sample``, a temperature above 0 requests sampling.
-
-    Raises:
-        ValueError: for options that are not supported, such as several beams.
-    """
+    """Return stop texts, number of new tokens and arguments of ``generate`` for a task's ``generation_kwargs``."""
     rest = dict(options)
     until = rest.pop("until", None) or []
     limits = [rest.pop(name, None) for name in _MAX_NEW_TOKENS]

@@ -148,7 +148,6 @@ class Attention(nn.Module):
         self.statistics: AttentionStatistics | None = None
 
     def extra_repr(self) -> str:
-        """Return the settings that no submodule shows."""
         settings = ["num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout"]
         settings += ["normalize"] if self.normalize else []
         settings += [] if self.temperature is None else ["initial_temperature"]

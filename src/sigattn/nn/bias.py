@@ -118,7 +118,6 @@ class ConstantBias(AttentionBias):
         return self.value
 
     def extra_repr(self) -> str:
-        """Return the number, to four digits."""
         return f"{self.value:.4g}"
 
 
@@ -219,11 +218,9 @@ class LearnableBias(AttentionBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the parameter to its initial value."""
         nn.init.constant_(self.value, self.initial)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"initial={self.initial:.4g}, num_parameters={self.value.numel()}"
 
     def forward(self, num_queries: int, num_keys: int, **_: Any) -> Tensor:

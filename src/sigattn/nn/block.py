@@ -94,7 +94,6 @@ class Block(nn.Module):
         self.feed_forward_branch: nn.Module = branch(norm_placement == "hybrid", init_values)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"norm_placement={self.norm_placement!r}"
 
     def forward(

@@ -17,11 +17,7 @@ from sigattn.shapes import Float
 
 
 class _Augmented(Float32Buffers):
-    """Base class: the sizes of the augmentation.
-
-    Raises:
-        ValueError: if embed_dim is odd, or an augmentation is out of its range.
-    """
+    """Base class: the sizes of the augmentation."""
 
     frequencies: Tensor
 
@@ -40,7 +36,6 @@ class _Augmented(Float32Buffers):
         self.max_scale: float = max_scale
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         names = ("max_global_shift", "max_local_shift", "max_scale")
         return ", ".join(f"{name}={getattr(self, name):g}" for name in names)
 
@@ -82,12 +77,10 @@ class Cape(_Augmented):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the frequencies."""
         k = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
         self.frequencies.copy_(self.frequency_scale * 10_000.0 ** (-k / len(self.frequencies)))
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         size = 2 * len(self.frequencies)
         return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {super().extra_repr()}"
 
@@ -152,7 +145,6 @@ class ImageCape(_Augmented):
         self.coordinates.copy_(torch.stack([x, y], -1).flatten(0, 1))
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"{2 * self.frequencies.shape[1]}, rows={self.rows}, columns={self.columns}, {super().extra_repr()}"
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:

@@ -102,10 +102,7 @@ def _reaches_sdpa(model: nn.Module, name: str) -> bool:
 
 
 def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
-    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices.
-
-    Those around an ``nn.Softmax`` may multiply them in a layer next to it.
-    """
+    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices."""
     module = model.get_submodule(name)
     while not calls & PRODUCT_NAMES:
         if not name:
@@ -290,10 +287,7 @@ def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
 
 
 def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[str]:
-    """Return the calls that code with these names can reach through a value that it holds.
-
-    The value is a function, under any name; an object or a class with methods; or a table of these.
-    """
+    """Return the calls that code with these names can reach through a function, object, class, or a table of these."""
     if isinstance(value, (nn.Module, Tensor, types.ModuleType)):
         return frozenset()
     if isinstance(value, functools.partial):

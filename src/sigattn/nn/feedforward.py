@@ -88,7 +88,6 @@ class MLP(nn.Module):
         self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"activation={self.activation!r}"
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:

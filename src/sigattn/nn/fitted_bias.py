@@ -56,7 +56,6 @@ class VisibleKeysLinearBias(AttentionBias):
         nn.init.constant_(self.slope, -1.0)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"num_heads={self.num_heads}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
@@ -189,7 +188,6 @@ class QuadraticBias(VisibleKeysLinearBias):
         self.row_scale: RowScale = RowScale(num_heads, head_dim)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, query_dim={self.query_dim}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:

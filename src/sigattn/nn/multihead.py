@@ -56,7 +56,6 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         return self.sigmoid_bias, self.sigmoid_normalize
 
     def extra_repr(self) -> str:
-        """Return the settings that no submodule shows."""
         sizes = f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
         return ", ".join(filter(None, (sizes, describe_settings(self))))
 

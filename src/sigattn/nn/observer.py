@@ -48,11 +48,7 @@ Attend = Callable[[AttentionCall], Any]  # returns the result of a call
 
 
 class CallObserver:
-    """Receiver of a layer's attention calls; it takes the place of the layer's bias while the layer is observed.
-
-    Args:
-        name: name of the layer. attend: answers its calls.
-    """
+    """Receiver of a layer's attention calls, which takes the place of its bias; ``attend`` answers them."""
 
     def __init__(self, name: str, attend: Attend) -> None:
         self.name: str = name

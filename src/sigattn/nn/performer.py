@@ -41,7 +41,6 @@ class PerformerFeatures(nn.Module):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return "head_dim={1}, features={0}".format(*self.directions.shape)
 
     @torch.no_grad()

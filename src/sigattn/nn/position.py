@@ -41,12 +41,10 @@ class Wavelengths(Float32Buffers):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the frequencies."""
         i = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
         self.frequencies.copy_(self.base ** (-i / len(i)))
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"{2 * len(self.frequencies)}, base={self.base:g}"
 
 
@@ -129,7 +127,6 @@ class Alibi(Float32Buffers):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the slopes."""
         heads = self.num_heads
         if self.sides != "split":
             self.slopes.copy_(alibi_slopes(heads))
@@ -142,7 +139,6 @@ class Alibi(Float32Buffers):
         self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"num_heads={self.num_heads}, sides={self.sides!r}, steepness={self.steepness:g}"
 
     def shard_heads(self, first: int, count: int) -> None:
@@ -219,7 +215,6 @@ class LearnableEmbedding(nn.Module):
         nn.init.trunc_normal_(self.weight, std=self.std)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:g}"
 
     def forward(

@@ -23,11 +23,9 @@ class LayerScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the factors to their initial value."""
         nn.init.constant_(self.weight, self.init_values)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"{len(self.weight)}, init_values={self.init_values:g}"
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
@@ -52,7 +50,6 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"drop_prob={self.drop_prob:g}"
 
     def forward(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:

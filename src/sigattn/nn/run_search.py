@@ -386,10 +386,7 @@ class _Operators(TorchDispatchMode):
         return False
 
     def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
-        """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one.
-
-        The sum may be a product of exp(x) and ones.
-        """
+        """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one."""
         trace = self.trace
         divisors = trace.weights.get(divisor, ())
         sums = {m.of for m in divisors if isinstance(m, _Sum) or (isinstance(m, _Product) and m.plain)}

@@ -188,12 +188,7 @@ class _SigmoidMode(TorchFunctionMode):
         return wrapped
 
     def _count_call(self) -> None:
-        """Count a call of an attention function.
-
-        Raises:
-            RuntimeError: if the layer calls it in a checkpoint or another autograd function, whose backward pass would
-                compute that of softmax.
-        """
+        """Count a call; raise if it is in a checkpoint or autograd function, whose backward pass would be softmax's."""
         self.calls += 1
         without_grad = self.has_grad and not torch.is_grad_enabled()  # within a layer with one
         if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed, and has no frames

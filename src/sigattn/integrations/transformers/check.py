@@ -33,11 +33,7 @@ class KeptSoftmax(nn.Module):
 
 
 def unsupported_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers of ``model`` that stay softmax although "sigmoid" was chosen, by name and reason.
-
-    A part of the model with another explicitly chosen implementation (``attn_implementation`` as a dictionary) is left
-    out.
-    """
+    """Return the attention layers that stay softmax although "sigmoid" was chosen for them or around them, by name."""
     return dict(_unsupported_layers(model, "", None, set()))
 
 

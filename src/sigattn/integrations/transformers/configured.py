@@ -64,7 +64,6 @@ class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
         return _settings(self)
 
     def extra_repr(self) -> str:
-        """Return the settings that no submodule shows."""
         return f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
 
@@ -113,13 +112,7 @@ def restore_class(layer: Any) -> None:
 
 
 def layer_settings(layer: Any) -> tuple[Any, bool]:
-    """Return b of a layer, a number or an ``AttentionBias``, and ``normalize``.
-
-    In the place of b may be a ``CallObserver``, or a ``KeptSoftmax``.
-
-    Raises:
-        ValueError: if the layer has a learned bias and its configuration lists none, or the reverse.
-    """
+    """Return b of a layer, a number or a bias, or the observer or ``KeptSoftmax`` in its place; and ``normalize``."""
     learned = getattr(layer, ATTRIBUTE, None)
     if isinstance(learned, (CallObserver, KeptSoftmax)):
         return learned, True

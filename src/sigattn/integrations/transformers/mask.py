@@ -83,13 +83,7 @@ def is_plain_causal(mask: Tensor | None) -> bool:
 
 
 def combine(mask: Tensor | None, position_bias: Tensor | None, limits: Tensor | None) -> Tensor | None:
-    """Return one mask, boolean or added to the logits; None if there is none.
-
-    Args:
-        mask: boolean, floating point (added to the logits) or None.
-        position_bias: added to the logits, broadcastable to (B, Hq, N, M).
-        limits: boolean, broadcastable to (B, Hq, N, M).
-    """
+    """Return one mask, boolean or added to the logits, of a mask, an added bias and boolean limits; or None."""
     if limits is not None:
         mask = limits if mask is None else _restrict(mask, limits)
     if position_bias is None or mask is None:

@@ -176,11 +176,7 @@ def configurations(model: nn.Module) -> list[PretrainedConfig]:
 
 
 def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.Module]:
-    """Replace the classes of layers outside of the interface where "sigmoid" is chosen, and restore others.
-
-    Returns:
-        The layers whose classes it replaced.
-    """
+    """Replace the classes of layers outside of the interface where "sigmoid" is chosen; return these layers."""
     if isinstance(module, PreTrainedModel):
         implementation = module.config._attn_implementation
     if implementation != NAME:
@@ -190,11 +186,7 @@ def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.M
 
 
 def _verify_and_attach(model: PreTrainedModel) -> None:
-    """Verify that the choice reaches all attention of a model, and attach the configurations to its layers.
-
-    Raises:
-        ValueError: naming the layers that would stay softmax.
-    """
+    """Verify that the choice reaches all attention of a model, and attach the configurations to its layers."""
     replaced = _replace_classes(model, None)
     if stay := {n: m for n, m in unsupported_layers(model).items() if not learned_bias.is_kept(model, n)}:
         for layer in replaced:
