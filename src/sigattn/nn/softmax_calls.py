@@ -23,48 +23,23 @@ SOFTMAX_NAMES = frozenset(
 )
 SOFTMAX_MODULES = (nn.Softmax, nn.Softmax2d, nn.Softmin)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-OPAQUE_NAMES = frozenset(
-    {
-        "flex_attention",
-        "memory_efficient_attention",
-        "flash_attn_func",
-        "flash_attn_qkvpacked_func",
-        "flash_attn_kvpacked_func",
-        "flash_attn_varlen_func",
-        "flash_attn_varlen_qkvpacked_func",
-        "_native_multi_head_attention",
-        "_transformer_encoder_layer_fwd",
-        "_scaled_dot_product_attention_math",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    }
-)
+OPAQUE_NAMES = frozenset({
+    "flex_attention", "memory_efficient_attention", "flash_attn_func", "flash_attn_qkvpacked_func",
+    "flash_attn_kvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func",
+    "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
+    "_efficient_attention_forward",
+})  # fmt: skip
 ATTENTION_NAMES = OPAQUE_NAMES | {SDPA_NAME, MHA_NAME}
 INTERFACE_NAME = "ALL_ATTENTION_FUNCTIONS"  # attention functions of transformers
 PRODUCT_NAMES = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"})
 
 # ways of running functions in other threads, where the mode of a layer that becomes sigmoid attention is not active
-THREAD_NAMES = frozenset(
-    {
-        "Executor",
-        "Pool",
-        "Thread",
-        "ThreadPool",
-        "ThreadPoolExecutor",
-        "apply_async",
-        "map_async",
-        "parallel_apply",
-        "run_in_executor",
-        "start_new_thread",
-        "starmap_async",
-        "submit",
-        "to_thread",
-    }
-)
+THREAD_NAMES = frozenset({
+    "Executor", "Pool", "Thread", "ThreadPool", "ThreadPoolExecutor", "apply_async", "map_async", "parallel_apply",
+    "run_in_executor", "start_new_thread", "starmap_async", "submit", "to_thread",
+})  # fmt: skip
 
 _SOFTMAX_OPERATOR = re.compile(r"(?<!log_)softmax")
 _ATTENTION_OPERATOR = re.compile(r"attention|attn|fmha|transformer_encoder_layer")

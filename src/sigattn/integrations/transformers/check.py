@@ -32,26 +32,25 @@ class KeptSoftmax(nn.Module):
     """Mark of a layer that computes softmax attention in a model whose other layers compute sigmoid attention."""
 
 
-def unsupported_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers that stay softmax although "sigmoid" was chosen for them or around them, by name."""
-    return dict(_unsupported_layers(model, "", None, set()))
-
-
 def fixed_choices(model_class: type[PreTrainedModel]) -> list[dict[str, Any]]:
     """Return the tables of attention classes in the model's module that have no entry for sigmoid."""
     tables = [t for t in vars(sys.modules.get(model_class.__module__, object())).values() if isinstance(t, dict)]
     return [t for t in tables if isinstance(t.get("eager"), type) and NAME not in t]
 
 
-def _unsupported_layers(
-    module: nn.Module, path: str, implementation: str | None, chosen: set[int]
+def unsupported_layers(
+    module: nn.Module, path: str = "", implementation: str | None = None, chosen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Walk through ``module``; ``chosen`` holds the ids of the configurations whose implementation the user can set."""
+    """Yield name and layer of attention that stays softmax although "sigmoid" was chosen around it.
+
+    ``chosen`` has the ids of the configurations around a part whose implementation the user can set.
+    """
     config = getattr(module, "config", None)
     chosen_here = config._attn_implementation if isinstance(config, PretrainedConfig) else None
     if isinstance(module, PreTrainedModel):
         chosen = chosen | sub_configs(module.config)
-        if chosen_here != NAME and implementation == NAME and id(config) not in chosen and _has_attention(module):
+        is_excluded = chosen_here != NAME and implementation == NAME and id(config) not in chosen
+        if is_excluded and any(computes_softmax(m) or dispatches(m) for m in module.modules()):
             yield path, module
         implementation = chosen_here
     elif implementation == NAME and chosen_here not in (None, NAME) and id(config) not in chosen and dispatches(module):
@@ -59,7 +58,7 @@ def _unsupported_layers(
     if implementation == NAME and computes_softmax(module):
         yield path, module
     for name, child in module.named_children():
-        yield from _unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
+        yield from unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
 
 
 def sub_configs(config: PretrainedConfig) -> set[int]:
@@ -69,10 +68,6 @@ def sub_configs(config: PretrainedConfig) -> set[int]:
         if (sub := getattr(config, name, None)) is not None:
             ids |= {id(sub)} | sub_configs(sub)
     return ids
-
-
-def _has_attention(model: nn.Module) -> bool:
-    return any(computes_softmax(m) or dispatches(m) for m in model.modules())
 
 
 def computes_softmax(layer: nn.Module) -> bool:

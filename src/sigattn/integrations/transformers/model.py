@@ -68,6 +68,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = SigattnConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embedding"  # of self.model
     _supports_sdpa = True
     _can_compile_fullgraph = False
     _tied_weights_keys = {"model.output.weight": "model.embedding.weight"}  # noqa: RUF012 (transformers' attribute)
@@ -94,14 +95,6 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             missing = bool(module._non_persistent_buffers_set)
         if missing:
             reset()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: Any) -> None:
-        """Replace the token embedding."""
-        self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer."""

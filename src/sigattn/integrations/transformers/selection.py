@@ -188,7 +188,7 @@ def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.M
 def _verify_and_attach(model: PreTrainedModel) -> None:
     """Verify that the choice reaches all attention of a model, and attach the configurations to its layers."""
     replaced = _replace_classes(model, None)
-    if stay := {n: m for n, m in unsupported_layers(model).items() if not learned_bias.is_kept(model, n)}:
+    if stay := {n: m for n, m in unsupported_layers(model) if not learned_bias.is_kept(model, n)}:
         for layer in replaced:
             restore_class(layer)
         shown = ", ".join(f"{name} ({_described(layer)})" for name, layer in [*stay.items()][:4])
