@@ -38,7 +38,9 @@ _CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozense
 _DEPTH = 4
 
 
-def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+def search(
+    model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: set[nn.Module] | None = None
+) -> list[Finding]:
     """Find each softmax that the code of some of a model's layers can compute.
 
     A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as
@@ -47,12 +49,9 @@ def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[F
 
     Args:
         model: the model. modules: its layers that are searched, by name.
+        known: modules that need no report where a layer's list holds them; None for those of the model.
     """
-    return _search(model, modules, set(model.modules()))
-
-
-def _search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: set[nn.Module]) -> list[Finding]:
-    """Search the code of some layers; ``known`` has the modules that need no report where a layer's list holds them."""
+    known = set(model.modules()) if known is None else known
     findings = []
     for name, module in modules:
         calls = reachable_calls(module)
@@ -82,7 +81,7 @@ def _unregistered_attention(module: nn.Module, known: set[nn.Module]) -> str | N
             inside = set(member.modules())
             if member in known or module in inside:  # registered, or a reference back to the model around the layer
                 continue
-            findings = _search(member, member.named_modules(), known | inside)
+            findings = search(member, member.named_modules(), known | inside)
             if call := next((f.call for f in findings if f.attention), None):
                 return f"{call} of a module in self.{attribute}, which is not registered"
     return None
@@ -123,7 +122,7 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
     if isinstance(module, SOFTMAX_MODULES):
         return frozenset({"softmax"})
     if isinstance(module, torch.jit.ScriptModule):
-        return _names_in_graph(module)
+        return _calls_of_graph(module)
     if isinstance(module, Attention):
         return _CALLS_OF_ACTIVATION.get(module.activation, frozenset())
     if type(module) is nn.MultiheadAttention:
@@ -132,7 +131,7 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
     names = _names_of_class(kind)
     calls = calls_of_class(kind).union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
     if isinstance(module, torch.fx.GraphModule):
-        calls |= _names_in(kind.forward.__code__)[0] & _CALLS  # the class is made for the graph
+        calls |= _names_in(kind.forward) & _CALLS  # the class is made for the graph
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
         calls |= {MHA_NAME}  # by its base class
     submodules = {n for n, m in module.named_children() if m is not None}
@@ -173,9 +172,9 @@ def calling_methods(kind: Any) -> list[str]:
     return sorted(n for n in names - {"forward"} if isinstance(inspect.getattr_static(kind, n), types.FunctionType))
 
 
-def _names_in_graph(module: Any) -> frozenset[str]:
+def _calls_of_graph(scripted: Any) -> frozenset[str]:
     try:
-        graph = str(module.graph)
+        graph = str(scripted.graph)
     except (AttributeError, RuntimeError):  # a scripted module without forward
         return frozenset()
     return frozenset(name for name in _CALLS if f"aten::{name}(" in graph)
@@ -198,7 +197,7 @@ def calls_of_class(kind: Any) -> frozenset[str]:
 
 @functools.cache
 def _names_of_class(kind: Any) -> frozenset[str]:
-    return frozenset().union(*(_names_in(function.__code__)[0] for _, function in _methods(kind)))
+    return frozenset().union(*(_names_in(function) for _, function in _methods(kind)))
 
 
 @functools.cache
@@ -213,7 +212,7 @@ def _calls_of_helper(kind: Any, names: frozenset[str], depth: int) -> frozenset[
         seen.add(name := waiting.pop())
         for function in methods[name]:
             calls |= _calls_of_function(function, depth)
-            waiting |= (_names_in(function.__code__)[0] & methods.keys()) - seen
+            waiting |= (_names_in(function) & methods.keys()) - seen
     return frozenset(calls)
 
 
@@ -240,10 +239,10 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
             is_layer = base is kind or getattr(base, "forward", nn.Module.forward) is not nn.Module.forward
             (methods if is_layer else helpers).extend((name, f) for f in functions)
         hidden |= overridden
-    names = set().union(*(_names_in(f.__code__)[0] for _, f in methods))
+    names = set().union(*(_names_in(f) for _, f in methods))
     while used := [m for m in helpers if m[0] in names]:
         helpers = [m for m in helpers if m not in used]
-        names = names.union(*(_names_in(f.__code__)[0] for _, f in used))
+        names = names.union(*(_names_in(f) for _, f in used))
         methods += used
     yield from methods
 
@@ -276,13 +275,14 @@ def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
     """Return the calls of a function, and of the functions that it names, to a depth."""
     calls: set[str] = set()
     for each in _functions_in(function):
-        names, strings, multiplies = _names_in(each.__code__)
+        names = _names_in(each)
         calls |= names & _CALLS
-        calls |= {"bmm"} if multiplies else set()
+        if any(map(_has_matrix_product, _codes(each.__code__))):
+            calls.add("bmm")
         for value in _values_named(each, names):
             calls |= _calls_of_value(value, frozenset(names), depth)
         if "getattr" in names:  # getattr(F, "softmax")
-            calls |= strings & _CALLS
+            calls |= {c for code in _codes(each.__code__) for c in code.co_consts if isinstance(c, str)} & _CALLS
     return frozenset(calls)
 
 
@@ -307,8 +307,7 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
         calls |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
         value = value.__func__
     if isinstance(value, torch.jit.ScriptFunction):
-        graph = str(value.graph)
-        return frozenset(n for n in _CALLS if f"aten::{n}(" in graph)
+        return _calls_of_graph(value)
     if isinstance(value, types.FunctionType) or hasattr(value, "_torchdynamo_orig_callable"):
         functions = [f for f in _functions_in(value) if _followed(f.__module__)]
         return calls.union(*(_calls_of_function(f, depth - 1) for f in functions))
@@ -333,16 +332,16 @@ def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any
             yield value
 
 
-def _names_in(code: types.CodeType) -> tuple[set[str], set[str], bool]:
-    """Return the names and strings in a function's code, nested functions included, and True if it contains an @."""
-    names, strings, multiplies = set(code.co_names), set(), _has_matrix_product(code)
+def _names_in(function: types.FunctionType) -> set[str]:
+    return {name for code in _codes(function.__code__) for name in code.co_names}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of the functions within it."""
+    yield code
     for constant in code.co_consts:
-        if isinstance(constant, str):
-            strings.add(constant)
-        elif isinstance(constant, types.CodeType):
-            inner_names, inner_strings, product = _names_in(constant)
-            names, strings, multiplies = names | inner_names, strings | inner_strings, multiplies or product
-    return names, strings, multiplies
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _has_matrix_product(code: types.CodeType) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from typing import Any
 
 import torch
@@ -21,22 +20,17 @@ from sigattn.ops.problem import Problem, make_problem
 from sigattn.ops.proxies import record_module
 
 
-class SigmoidMultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` with sigmoid attention: the same parameters, arguments and results.
-
-    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees: padding, in
-    ``key_padding_mask`` or in ``attn_mask``, is not counted. With ``sigmoid_normalize`` the weights of each query are
-    divided by their sum; without it ``add_zero_attn`` changes nothing, because a value of zero adds nothing to a sum.
-    Weights that are returned are those before dropout.
-    """
-
-    sigmoid_bias: AttentionBias | None
-    sigmoid_normalize: bool = False
+class UnfusedMultihead(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` without PyTorch's fused encoder layer, which computes a softmax."""
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used; but for peft."""
-        return not torch.compiler.is_compiling() and is_asked_by_peft(sys._getframe(1))
+        """False, which disables the fused layer; True for peft, which adapts only such layers, but not its property."""
+        if torch.compiler.is_compiling():
+            return False
+        caller = sys._getframe(1)
+        from_peft = str(caller.f_globals.get("__name__", "")).startswith("peft.")
+        return from_peft and caller.f_code.co_name != "_qkv_same_embed_dim"
 
     def _reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.MultiheadAttention`` does, which would ask for the property above."""
@@ -50,6 +44,19 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         for added_row in (self.bias_k, self.bias_v):
             if added_row is not None:
                 nn.init.xavier_normal_(added_row)
+
+
+class SigmoidMultiheadAttention(UnfusedMultihead):
+    """``nn.MultiheadAttention`` with sigmoid attention: the same parameters, arguments and results.
+
+    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees: padding, in
+    ``key_padding_mask`` or in ``attn_mask``, is not counted. With ``sigmoid_normalize`` the weights of each query are
+    divided by their sum; without it ``add_zero_attn`` changes nothing, because a value of zero adds nothing to a sum.
+    Weights that are returned are those before dropout.
+    """
+
+    sigmoid_bias: AttentionBias | None
+    sigmoid_normalize: bool = False
 
     def attention_settings(self) -> tuple[Any, bool]:
         """Return the bias and ``normalize`` of a call."""
@@ -104,15 +111,6 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return out.transpose(0, 1) if swap else out, weights
-
-
-def is_asked_by_peft(caller: types.FrameType) -> bool:
-    """Return True if peft itself, which adapts only such layers, reads ``_qkv_same_embed_dim``.
-
-    Its layer has a property of that name, which passes on this layer's answer.
-    """
-    name = caller.f_globals.get("__name__", "")
-    return name.startswith("peft.") and caller.f_code.co_name != "_qkv_same_embed_dim"
 
 
 def describe_settings(layer: Any) -> str:

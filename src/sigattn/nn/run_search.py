@@ -44,18 +44,12 @@ _NO_STORAGE = -1
 Example = Sequence[Any] | Mapping[str, Any] | Callable[[], object]
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
-    """Result of running a model once.
+class SearchResult(NamedTuple):
+    """Result of running a model once."""
 
-    Attributes:
-        findings: each softmax that was computed. ran: the layers that were called. sigmoid_calls: number of calls of
-            sigmoid attention.
-    """
-
-    findings: list[Finding]
-    ran: set[nn.Module]
-    sigmoid_calls: int
+    findings: list[Finding]  # each softmax that was computed
+    ran: set[nn.Module]  # the layers that were called
+    sigmoid_calls: int  # number of calls of sigmoid attention
 
 
 def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], ...]) -> SearchResult:
@@ -70,7 +64,8 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
             not count.
     """
     names = {module: name for name, module in model.named_modules()}
-    trace = _Trace(names, _storages(model), skipped)
+    parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
+    trace = _Trace(names, parameters, skipped)
     with (
         evaluation_mode(model),
         torch.no_grad(),
@@ -87,10 +82,6 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
     return SearchResult(trace.findings(), trace.ran, trace.sigmoid_calls)
 
 
-def _storages(model: nn.Module) -> set[int]:
-    return {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
-
-
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
@@ -100,18 +91,19 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Site:
-    """One softmax: the layer that was running, the name of the call, and ``attention`` as in ``Finding``.
-
-    A written softmax is replaceable only if it is over products of activations, as Q Kᵀ is, and a router's logits are
-    not (``over_products``); or if its layer is named as an attention, and the weights meet a matrix (``multiplied``).
-    """
+    """One softmax: the layer that was running, the name of the call, and ``attention`` as in ``Finding``."""
 
     module: nn.Module
     call: str
     replaceable: bool
     attention: bool
-    over_products: bool = False
-    multiplied: bool = False
+    over_products: bool = False  # of activations, as Q Kᵀ is, and a router's logits are not
+    multiplied: bool = False  # the weights meet a matrix
+
+    @property
+    def is_certain(self) -> bool:
+        """True if a written softmax is an attention's beyond doubt."""
+        return self.over_products or (self.multiplied and named_as_attention(self.module))
 
 
 _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
@@ -231,7 +223,10 @@ class _Trace:
 
     def findings(self) -> list[Finding]:
         """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
-        self._separate_softmax()
+        written = [site for site in self.sites if site.call == SOFTMAX_NAME]
+        stay = {site.module for site in written if not (site.replaceable and site.attention and site.is_certain)}
+        for site in written:  # replaceable only where every softmax of the layer is
+            site.replaceable = site.replaceable and site.module not in stay
         merged: dict[tuple[nn.Module, bool], Finding] = {}
         for site in self.sites:
             key = site.module, site.replaceable
@@ -242,20 +237,9 @@ class _Trace:
         order = {module: i for i, module in enumerate(self.names)}
         return sorted(merged.values(), key=lambda f: order[f.module])
 
-    def _separate_softmax(self) -> None:
-        """Let a written softmax be replaceable only where every softmax of its layer is."""
-        written = [site for site in self.sites if site.call == SOFTMAX_NAME]
-        kept = {site.module for site in written if not (site.replaceable and site.attention and _is_certain(site))}
-        for site in written:
-            site.replaceable = site.replaceable and site.module not in kept
-
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
         return tensor in self.constants or _storage(tensor) in self.parameters
-
-
-def _is_certain(site: _Site) -> bool:
-    return site.over_products or (site.multiplied and named_as_attention(site.module))
 
 
 def _attends(kind: type[nn.Module], frame: types.FrameType) -> bool:

@@ -23,8 +23,8 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.nn.code_search import calling_methods
 from sigattn.nn.multihead import (
     SigmoidMultiheadAttention,
+    UnfusedMultihead,
     describe_settings,
-    is_asked_by_peft,
     multi_head_attention_forward,
 )
 from sigattn.nn.observer import CallObserver
@@ -90,18 +90,10 @@ class SigmoidLayer(nn.Module):
 CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
 
-class _UnfusedMultihead:
-    """Mixin of subclasses of ``nn.MultiheadAttention`` that disables PyTorch's fused encoder layer."""
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        return not torch.compiler.is_compiling() and is_asked_by_peft(sys._getframe(1))
-
-
 @functools.cache
 def sigmoid_class(kind: Any, mixin: Any = SigmoidLayer) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes sigmoid attention."""
-    bases = (mixin, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (mixin, kind)
+    bases = (mixin, UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (mixin, kind)
     members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in calling_methods(kind)}
     members |= {"softmax_class": kind, "mixin": mixin, "__module__": kind.__module__}
     return type(f"Sigmoid{kind.__name__}", bases, members)
