@@ -124,7 +124,8 @@ class EagerSigmoid(TorchFunctionMode):
         else:
             return func(*args, **kwargs)
         self.calls += 1
-        weights = _weights(logits, self.bias[layer] if isinstance(self.bias, dict) else self.bias, mask)
+        bias = self.bias[layer] if isinstance(self.bias, dict) else self.bias
+        weights = _weights(logits, bias, mask, margin=6.0 if self.normalize else 0.0)
         # the weights of a row sum to 1, or to 0 where nothing is visible
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if self.normalize else weights
         return weights.to(kwargs.get("dtype") or logits.dtype)
@@ -232,8 +233,11 @@ def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: Any) -> Tensor:
-    """Return sigmoid weights; a ``mask`` of ... says that the layer has added it to the logits."""
+def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: Any, margin: float = 0.0) -> Tensor:
+    """Return sigmoid weights; a ``mask`` of ... says that the layer has added it to the logits.
+
+    "log_visible" is ``margin`` less than -log of the visible keys.
+    """
     if mask is ...:
         visible = logits > -1000
     elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] >= logits.shape[-1]:
@@ -247,7 +251,7 @@ def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: An
         c, a = (t.repeat(heads // len(t)).view(-1, 1, 1) for t in bias)
         b = c + a * log_visible
     else:
-        b = -log_visible if bias == "log_visible" else bias
+        b = -log_visible - margin if bias == "log_visible" else bias
     return torch.where(visible, torch.sigmoid(logits + b), 0.0)
 
 

@@ -81,6 +81,7 @@ BIASES = {
     ),
     "feature": (QueryFeatureBias, lambda bias, q, log_seen, **_: q[..., :1] * 0.5 - 0.9 * log_seen),
 }
+RULES = ("batch", "sample", "visible", "ALiBi's keys")  # 6 less if the weights of a row are divided by their sum
 ONLY_WITH = {"query": ("none",), "ALiBi's keys": ("alibi", "split")}  # positions
 # those of "batch" and "sample" differ in a cache or in a document from those of the sequence alone
 ALONE = tuple(b for b in BIASES if b not in ("batch", "sample"))
@@ -162,6 +163,7 @@ def formula(layer, x, source, lengths):
         if layer.bias_name == "feature" and layer.temperature is not None:
             facts["q"] = q / math.exp(1.5 / 2)  # half of the temperature is applied to the keys
         b = BIASES[layer.bias_name][1](layer.attention_bias, **facts)
+        b = b - 6.0 if layer.normalize and layer.bias_name in RULES else b
     k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     logits = q @ k.mT / D**0.5 - penalty + b
     weights = ACTIVATIONS[layer.activation](
