@@ -28,17 +28,13 @@ _SLOPE_RIDGE = 0.01  # pulls a to -1 where calibration has rows of nearly one le
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of the rows of one call, (B, Hq, N) each.
+    """Statistics of the rows of one call, (B, Hq, N) each."""
 
-    Attributes:
-        lse: log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without visible keys.
-        visible: number of visible keys, at least 1, float32.
-        counted: True for rows that count: with visible keys, and not of padding.
-    """
-
-    lse: Tensor
-    visible: Tensor
-    counted: Tensor
+    lse: (
+        Tensor  # log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without visible keys
+    )
+    visible: Tensor  # number of visible keys, at least 1, float32
+    counted: Tensor  # True for rows that count: with visible keys, and not of padding
 
 
 def row_statistics(problem: Problem | WrittenSoftmax) -> RowStatistics:

@@ -75,10 +75,6 @@ class RowScale(nn.Module):
 
     β = 0 leaves norms as they are, and β = -1 replaces them by exp(g + w · o/‖o‖). It starts as 1.
 
-    Args:
-        num_heads: number of query heads.
-        head_dim: number of features of a value.
-
     Attributes:
         gain: g, (num_heads,). power: β, (num_heads,). direction: w of all heads, (num_heads · head_dim,).
     """
@@ -113,10 +109,6 @@ class QueryTerm(nn.Module):
 
     The limits are those of the fit, so that unusual queries do not get a bias far too large. It starts as 0, without
     limits.
-
-    Args:
-        num_heads: number of query heads.
-        query_dim: number of features of a query.
 
     Attributes:
         linear: w of all heads, (num_heads · query_dim,). directions: u of all heads, (num_heads · query_dim · R,); R is

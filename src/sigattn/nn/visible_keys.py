@@ -29,9 +29,9 @@ def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -
     Padding is not counted. Under a causal mask every key counts, because the last query sees all of them.
 
     Args:
-        mask: bool (True = attend) or added to the logits; broadcastable to (..., H, N, M).
+        mask: bool (True = attend) or added to the logits; broadcastable to (..., H, N, M), or without ``has_heads`` to
+            (..., N, M).
         num_keys: M.
-        has_heads: False if the mask broadcasts to (..., N, M) instead, without heads.
 
     Returns:
         At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys.

@@ -21,15 +21,10 @@ _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 class WrittenSoftmax(NamedTuple):
-    """One call of a softmax over keys.
+    """One call of a softmax over keys."""
 
-    Attributes:
-        logits: of any number of rows, (..., M).
-        dtype: of the weights.
-    """
-
-    logits: Tensor
-    dtype: torch.dtype
+    logits: Tensor  # of any number of rows, (..., M)
+    dtype: torch.dtype  # of the weights
 
     @property
     def visible(self) -> Tensor:

@@ -33,9 +33,6 @@ def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
 
     A layer belongs to the innermost model around it whose configuration is saved on its own: the model's, or one of its
     sub-configurations. (Models also make copies of their configuration for a part, an encoder for example.)
-
-    Raises:
-        ValueError: if two parts share a configuration, and layers of the same name have biases of different kinds.
     """
     by_config: dict[int, tuple[PretrainedConfig, Record]] = {}
     for owner, name, bias in _layers_with_bias(model, model, "", {id(model.config)} | sub_configs(model.config), set()):
