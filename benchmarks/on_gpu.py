@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sigattn
 from benchmarks import gpu
-from benchmarks.inputs import DTYPES
+from benchmarks.baselines import naive_sigmoid
+from benchmarks.inputs import DTYPES, Options
 from benchmarks.timing import capture_graph, time_calls
 from sigattn.ops.triton import tuning
 
@@ -152,11 +153,6 @@ def ours(precision: str = "accurate", **arguments: Any) -> Attention:
     return call
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the operator's output by PyTorch's products."""
-    return torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 - math.log(k.shape[-2])) @ v
-
-
 def without_gluon(call: Attention) -> Attention:
     """Return a call that the portable kernels serve, in both passes if it is captured."""
 
@@ -233,7 +229,7 @@ def option_times() -> Iterator[tuple[dict[str, Any], Case]]:
             if set(arguments) <= {"attn_mask"}:
                 calls["SDPA"] = softmax(None, **arguments)
             if option == "float32":
-                calls["formula"] = formula
+                calls["formula"] = lambda q, k, v: naive_sigmoid(q, k, v, Options(-math.log(k.shape[-2])))
             yield {"option": option, "head_dim": d}, (calls, shape, dtype)
 
 

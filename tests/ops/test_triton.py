@@ -59,13 +59,13 @@ def test_tf32_follows_the_settings_of_pytorch(monkeypatch):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert kernel_args.tf32_is_allowed()
         on_gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
         assert kernel_args.precision(on_gpu) == "tf32"
         monkeypatch.setattr(torch.version, "hip", "7.0")
         assert kernel_args.precision(on_gpu) == "ieee"
+        monkeypatch.setattr(torch.version, "hip", None)
         torch.set_float32_matmul_precision("highest")
-        assert not kernel_args.tf32_is_allowed()
+        assert kernel_args.precision(on_gpu) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
 

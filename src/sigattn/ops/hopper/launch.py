@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED
-from sigattn.ops.triton import kernel_args, launch_cache, tma, tuning
+from sigattn.ops.triton import launch_cache, tma, tuning
 from sigattn.ops.triton.kernel_args import Launch
 
 WIDTH = 128  # of the tiles
@@ -105,7 +105,7 @@ def _launch(
         config.stages,
         o.GROUP,
         CAUSAL=prepared.problem.right == 0,
-        SIGMOID=kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
+        SIGMOID=config.sigmoid if o.SIGMOID == "accurate" else o.SIGMOID,
         SHIFTED=o.SHIFT != "none",
         NORMALIZE=o.NORMALIZE,
         BIAS="number" if o.BIAS == "number" else "tensor",

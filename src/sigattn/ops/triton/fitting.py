@@ -62,10 +62,7 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
 
 
 def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> Config:
-    """Return the configuration, or the first smaller one that fits.
-
-    With one stage nothing is in flight, and a mask takes the memory that operands have left.
-    """
+    """Return the configuration, or the first smaller one that fits. With one stage nothing is in flight."""
     scores, limit = _scores_with_mask(kernel, architecture) * 32 * config.warps, shared_memory_limit(architecture)
     while operands.mask and config.block_m * config.block_n > scores:
         config = _halved(config)

@@ -237,28 +237,20 @@ def unit(*tensors: Tensor) -> int:
 
 
 def sigmoid_form(p: Problem | VarlenProblem | KVCacheProblem) -> str:
-    """Return the form of σ (activation.py) that a problem requires; "accurate" stands for "paired" too."""
+    """Return the form of σ (activation.py) that a problem requires; "accurate" stands for that of the configuration."""
     if p.fast and not p.normalize and not INTERPRETED and torch.version.hip is None:
         return "fast"
     return "exact" if p.query.dtype is torch.float32 else "accurate"
 
 
-def tuned_form(required: str, tuned: str) -> str:
-    """Return the form of σ of a configuration, unless a problem requires another than one of the accurate forms."""
-    return tuned if required == "accurate" else required
-
-
 def precision(t: Tensor) -> str:
     """Return the precision of a tensor's products: "tf32" if PyTorch's settings allow it, else "ieee"."""
-    nvidia = t.is_cuda and torch.version.hip is None  # of AMD's GPUs only one compiles products in TF32
-    return "tf32" if nvidia and t.dtype is torch.float32 and tf32_is_allowed() else "ieee"
-
-
-def tf32_is_allowed() -> bool:
-    """Return True if any of PyTorch's settings allows TF32 for its own float32 products on a GPU."""
-    current = torch.backends.cuda.matmul.fp32_precision
-    everywhere: str = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    return (everywhere if current == "none" else current) == "tf32"
+    if not t.is_cuda or torch.version.hip is not None or t.dtype is not torch.float32:
+        return "ieee"  # of AMD's GPUs only one compiles products in TF32
+    setting = torch.backends.cuda.matmul.fp32_precision
+    if setting == "none":
+        setting = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if setting == "tf32" else "ieee"
 
 
 def _bias(p: Problem | VarlenProblem, batch: int, heads: int, n: int, m: int) -> BiasArguments:

@@ -29,11 +29,7 @@ _FourGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 
 
 def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], int], **arguments: Any) -> None:
-    """Launch one of the portable kernels.
-
-    name: its name in the tables. programs: number of programs, given a configuration. arguments: those of this kernel;
-        names in upper case are options.
-    """
+    """Launch a portable kernel, by its name in the tables. arguments: of this kernel; upper-case names are options."""
     arguments = {**launch.arguments, **arguments}
     options = launch.options._replace(**{name: arguments.pop(name) for name in list(arguments) if name.isupper()})
     tensors = [x for x in (arguments.get(key) for key in _IN_ROWS) if x is not None]
@@ -41,7 +37,7 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
 
     def run(config: Config) -> None:
         tiled_options = options._replace(
-            SIGMOID=kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
+            SIGMOID=config.sigmoid if options.SIGMOID == "accurate" else options.SIGMOID,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             UNIT=unit,
@@ -158,10 +154,7 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor 
 
 
 def _dq(launch: Launch, needs_grad: NeedsGrad, forward_results: dict[str, Any]) -> _FourGradients:
-    """Return dQ and the gradients of bias, mask and slopes.
-
-    forward_results: arguments of the kernel that are not None with ``normalize``.
-    """
+    """Return dQ and the gradients of bias, mask and slopes. forward_results: not None with ``normalize``."""
     p, packed = launch.problem, launch.options.VARLEN
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     if not (needs_grad.query or sums or p.normalize):

@@ -151,12 +151,11 @@ class Step(NamedTuple):
 
     function: Callable[..., Any]
     args: Fill
-    kwargs: Fill | None
+    kwargs: Fill
     slots: int | list[int | None] | None
 
     def __call__(self, values: list[Any]) -> None:
-        kwargs = {} if self.kwargs is None else self.kwargs(values)
-        result = self.function(*self.args(values), **kwargs)
+        result = self.function(*self.args(values), **self.kwargs(values))
         if isinstance(self.slots, int):
             values[self.slots] = result
         elif self.slots is not None:
@@ -217,15 +216,14 @@ class Recording(TorchFunctionMode):
     ) -> None:
         """Record a call; changes: True if it does more than to return new tensors."""
         used: set[int] = set()
-        fill_args, fill_named = self._template(tuple(args), used), self._template(tuple(kwargs.values()), used)
+        fill_args, fill_kwargs = (self._template(x, used) or _constant(x) for x in (tuple(args), kwargs))
         new = [id(t) not in self.slots for t in _tensors(result)]
         if not changes and not any(new):
             return  # such as a contiguous tensor's ``contiguous``
         slots: int | list[int | None] | None = self._slot(result) if isinstance(result, Tensor) else None
         if isinstance(result, (tuple, list)):
             slots = [self._slot(x) if isinstance(x, Tensor) else None for x in result]
-        named = None if not kwargs else _fill_named(tuple(kwargs), fill_named or _constant(tuple(kwargs.values())))
-        self.steps.append((changes, used, Step(function, fill_args or _constant(tuple(args)), named, slots)))
+        self.steps.append((changes, used, Step(function, fill_args, fill_kwargs, slots)))
 
     def _slot(self, t: Tensor) -> int:
         """Return the slot of a tensor, a new one for an unknown tensor."""
@@ -247,6 +245,9 @@ class Recording(TorchFunctionMode):
         if isinstance(x, (tuple, list)):
             fills = [self._template(field, used) for field in x]
             return _fill_fields(x, fills) if any(fills) else None
+        if isinstance(x, dict):
+            names, fill = tuple(x), self._template(tuple(x.values()), used)
+            return None if fill is None else lambda values: dict(zip(names, fill(values), strict=True))
         return None
 
     def finish(self, result: Any, device: torch.device) -> Pass | None:
@@ -274,11 +275,6 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _constant(x: Any) -> Fill:
     return lambda values: x
-
-
-def _fill_named(names: tuple[str, ...], fill: Fill) -> Fill:
-    """Return the function that makes keyword arguments."""
-    return lambda values: dict(zip(names, fill(values), strict=True))
 
 
 def _fill_descriptor(descriptor: Any, base: Fill | None) -> Fill | None:

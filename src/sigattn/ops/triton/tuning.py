@@ -181,15 +181,10 @@ HOPPER_CONFIGS: dict[str, HopperConfig] = {
 def kernel_config(
     kernel: str, architecture: int, head_dim: int, itemsize: int, tma: bool = False, precision: str = "ieee"
 ) -> Config:
-    """Return the tile shape of a kernel.
+    """Return the tile shape of a kernel (FWD, DKDV or DQ) for numbers of ``itemsize`` bytes.
 
-    Args:
-        kernel: FWD, DKDV or DQ.
-        architecture: compute capability, 90 for sm_90; 0 for other GPUs than NVIDIA's.
-        head_dim: the larger one of D and Dv.
-        itemsize: bytes of a number.
-        tma: whether the call is a plain one whose operands TMA can load.
-        precision: of float32 products.
+    architecture: compute capability, 90 for sm_90; 0 for other GPUs than NVIDIA's. head_dim: the larger one of D and
+    Dv. tma: whether the call is a plain one whose operands TMA can load. precision: of float32 products.
     """
     key = kernel, padded_head_dim(head_dim)
     if tma and (architecture, itemsize) == (90, 2) and key in _HOPPER_TMA:
