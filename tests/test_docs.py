@@ -75,8 +75,9 @@ def test_links_lead_somewhere(page):
         assert path.startswith("https://") or (page.parent / path).exists(), f"{page.name}: {path}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "log.md"], ids=lambda p: p.name)
 def test_named_files_and_tests_exist(page):
+    """The log is history, and may name what is gone."""
     text = page.read_text()
     for path in re.findall(
         r"`((?:src|tests|docs|benchmarks|experiments|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`", text
