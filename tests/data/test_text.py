@@ -74,8 +74,8 @@ def test_batches_are_windows_and_depend_on_seed_and_step_alone():
     assert targets.max() < len(text.training_tokens)
     torch.manual_seed(99)
     assert torch.equal(text.batch(3, 5, seed=0)[0], tokens)
-    assert not torch.equal(text.batch(4, 5, seed=0)[0], tokens)
-    assert not torch.equal(text.batch(3, 5, seed=1)[0], tokens)
+    others = [text.batch(step, 5, seed)[0] for step, seed in ((4, 0), (3, 1), (2, 1))]
+    assert not any(torch.equal(other, tokens) for other in others)  # nor does it depend on their sum
 
 
 def test_every_training_byte_can_be_drawn():

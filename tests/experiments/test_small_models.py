@@ -63,12 +63,16 @@ def test_verdicts_of_the_search():
     }
 
 
-def test_verdicts_on_new_tasks():
-    """Less is better; a task that softmax has not learned decides nothing."""
-    data = rows((SOFTMAX, SMALL), {SOURCE_CODE: (2.0, 1.9), SUM: (0.01, 0.1)})
-    assert [f.verdict for f in TRANSFER.judge(data, "small")] == ["agrees", "differs"]
-    data = rows((SOFTMAX, SMALL), {SOURCE_CODE: (4.5, 1.9), SUM: (0.6, 0.1)})
-    assert [f.verdict for f in TRANSFER.judge(data, "small")] == ["not shown", "not shown"]
+@pytest.mark.parametrize(
+    ("code", "sums", "verdicts"),
+    [
+        ((2.0, 1.9), (0.01, 0.1), ["agrees", "differs"]),  # less is better
+        ((4.5, 1.9), (0.6, 0.1), ["not shown", "not shown"]),  # what softmax has not learned decides nothing
+    ],
+)
+def test_verdicts_on_new_tasks(code, sums, verdicts):
+    data = rows((SOFTMAX, SMALL), {SOURCE_CODE: code, SUM: sums})
+    assert [f.verdict for f in TRANSFER.judge(data, "small")] == verdicts
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(1.9, "agrees"), (1.8, "differs"), (1.7, "differs")])

@@ -25,13 +25,18 @@ def test_a_traced_model_counts_the_visible_keys_of_each_call(settings):
         torch.testing.assert_close(traced(tokens), model(tokens), rtol=1e-4, atol=1e-5)
 
 
+FAST = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ around the kernels
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++")
 def test_ahead_of_time(tmp_path):
     config = {**LANGUAGE, "num_layers": 1}  # each kernel takes two seconds to compile
     model = LanguageModel(LanguageModelConfig(**config, position="alibi")).eval()
     lengths = {1: torch.export.Dim("n", min=2, max=64)}
     exported = torch.export.export(model, (torch.randint(50, (2, 20)),), dynamic_shapes=(lengths,))
-    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    path = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "model.pt2"), inductor_configs=FAST
+    )
     package = torch._inductor.aoti_load_package(path)
     for n in (5, 33):
         tokens = torch.randint(50, (2, n))
