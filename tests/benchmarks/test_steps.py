@@ -48,8 +48,10 @@ def test_file(tmp_path):
     assert by[steps.CONVERTED]["sigmoid_time_over_this"] == pytest.approx(expected)  # one round
 
 
-@pytest.mark.parametrize("attention", KINDS)
-@pytest.mark.parametrize(("part", "compiled"), [("layer", False), ("block", True)])
+@pytest.mark.parametrize(
+    ("part", "compiled", "attention"),
+    [*(("layer", False, kind) for kind in KINDS), ("block", True, steps.QUADRATIC), ("block", True, steps.CONVERTED)],
+)
 def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     """Its input and all of its parameters have a gradient; those of a converted one too."""
     torch.compiler.reset()

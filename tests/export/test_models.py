@@ -89,15 +89,8 @@ def test_speech_models():
     )
 
 
-VISION = {
-    "num_layers": 1,
-    "embed_dim": E,
-    "num_heads": H,
-    "image_size": 8,
-    "patch_size": 4,
-    "channels": 1,
-    "num_classes": 10,
-}
+VISION = {"num_layers": 1, "embed_dim": E, "num_heads": H, "image_size": 8, "patch_size": 4, "channels": 1}
+VISION |= {"num_classes": 10}
 
 
 def test_models_of_one_length():

@@ -109,13 +109,8 @@ def test_what_belongs_to_a_sample_has_the_leading_dimensions():
     options = {"key_lengths": lengths, "alibi_slopes": slopes, "bias": bias, "attn_mask": mask}
     ours = sigmoid_attention(q, k, v, **options)
     for i, j in itertools.product(range(2), range(3)):
-        own = {
-            "key_lengths": lengths[i, j][None],
-            "alibi_slopes": slopes[i, j][None],
-            "bias": bias[j],
-            "attn_mask": mask[i, 0],
-        }
-        one = sigmoid_attention(*(t[i, j][None] for t in (q, k, v)), **own)[0]
+        of_sample = {"key_lengths": lengths[i, j][None], "alibi_slopes": slopes[i, j][None], "bias": bias[j]}
+        one = sigmoid_attention(*(t[i, j][None] for t in (q, k, v)), attn_mask=mask[i, 0], **of_sample)[0]
         torch.testing.assert_close(ours[i, j], one)
     without = sigmoid_attention(q[0, 0], k[0, 0], v[0, 0], key_lengths=lengths[1, 0], alibi_slopes=slopes[0, 0])
     one = sigmoid_attention(*(t[0, :1] for t in (q, k, v)), key_lengths=lengths[1, 0][None], alibi_slopes=slopes[0, :1])

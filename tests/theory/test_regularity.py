@@ -45,8 +45,8 @@ def test_norms_stay_below_their_bounds(seed):
 
 
 def test_search_finds_no_violation_of_theorem_3_2():
-    found = regularity.search(trials=1500, climbs=15)
-    assert found.cases == 1500 + 15 * 60
+    found = regularity.search(trials=300, climbs=6)
+    assert found.cases == 300 + 6 * 60
     assert found.exceeded == 0
     assert found.largest_searched > 0.9  # the bound is nearly attained
 
