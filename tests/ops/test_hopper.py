@@ -19,6 +19,7 @@ from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, tuning
 from sigattn.ops.triton.tuning import HopperConfig
 from tests.ops import gluon_simulator, truth
+from tests.ops.gluon_simulator import DeadlockError
 from tests.ops.truth import assert_as_good_as_formula
 
 ORDERS = [(0, True), (1, False)]  # seed, and whether copies arrive as late as they may
@@ -238,44 +239,27 @@ def test_unsupported_problems(simulated):
         assert not launch_hopper.supports(kernel_args.prepare(other))
 
 
-# lines without which a kernel is wrong, with the error, or None if a number is wrong in some order of events
+# lines without which a kernel is wrong, with their indent and the error, or None if a number is wrong in some order of
+# events
 MISTAKES = {
-    "unchanged": (hopper, "", None),
-    "unchanged backward": (hopper_backward, "", None),
-    "slot overwritten too early": (
-        hopper,
-        "            mbarrier.wait(memory.k_empty.index(slot), phase)\n",
-        AssertionError,
+    "unchanged": (hopper, 0, "", None),
+    "unchanged backward": (hopper_backward, 0, "", None),
+    "slot overwritten too early": (hopper, 12, "mbarrier.wait(memory.k_empty.index(slot), phase)", AssertionError),
+    "slot never released": (hopper, 12, "mbarrier.arrive(memory.v_empty.index(v_slot))", DeadlockError),
+    "baton not passed": (hopper, 12, "pass_baton(memory, WARP_GROUP, OPT)", DeadlockError),
+    "value used before its wait": (hopper, 12, "logits = warpgroup_mma_wait(1, deps=[logits])", TypeError),
+    "queries overwritten too early": (hopper, 12, "mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)", None),
+    "output overwritten too early": (
+        hopper, 8, "tma.store_wait(0)  # the store of the last turn has read its slot", None,
     ),
-    "slot never released": (
-        hopper,
-        "            mbarrier.arrive(memory.v_empty.index(v_slot))\n",
-        gluon_simulator.DeadlockError,
-    ),
-    "baton not passed": (hopper, "            pass_baton(memory, WARP_GROUP, OPT)\n", gluon_simulator.DeadlockError),
-    "value used before its wait": (hopper, "            logits = warpgroup_mma_wait(1, deps=[logits])\n", TypeError),
-    "queries overwritten before they were read": (
-        hopper,
-        "            mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)\n",
-        None,
-    ),
-    "output overwritten before it was written": (
-        hopper,
-        "        tma.store_wait(0)  # the store of the last turn has read its slot\n",
-        None,
-    ),
-    "next keys loaded before the gradients were stored": (
-        hopper_backward,
-        "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n",
-        None,
-    ),
-}
+    "keys loaded too early": (hopper_backward, 8, "mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)", None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
-    module, line, error = MISTAKES[mistake]
-    source = inspect.getsource(module)
+    module, indent, line, error = MISTAKES[mistake]
+    source, line = inspect.getsource(module), f"{' ' * indent}{line}\n" if line else ""
     assert line in source
     source = source.replace(line, "").replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
     changed = types.ModuleType("changed")
@@ -290,9 +274,8 @@ def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
 
     def is_wrong(order):
         simulated.order = order
-        found = (
-            [launch.forward(p).out] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
-        )
+        needs = NeedsGrad(True, True, True)
+        found = [launch.forward(p).out] if module is hopper else launch.backward(p, grad, needs)[:3]
         return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, exact, strict=True))
 
     if error is None:
