@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import ON_CPU, Case, path, ways
+from tests.ops.cases import ON_CPU, SUPPORTING, Case, path, ways
 from tests.ops.test_correctness import check
 from tests.ops.truth import formula
 
@@ -20,12 +20,19 @@ def test_borders_of_a_window_at_the_borders_of_blocks(window):
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_borders_of_a_window_at_the_borders_of_the_tiles_of_kernels():
-    with path("small tiles"):
+SMALL_TILES = {"blocked": "small tiles", "triton": "small tiles", "llvm": "as users meet it"}
+
+
+@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b in SMALL_TILES])
+@pytest.mark.parametrize(("offset", "causal", "window"), [(0, False, (1, 1)), (7, True, (5, -1)), (-9, False, (20, 3))])
+def test_borders_of_a_window_at_the_borders_of_small_tiles(backend, offset, causal, window):
+    """Also of later and earlier queries, of which the backward pass visits other ones for each tile of keys."""
+    with path(SMALL_TILES[backend]):
         check(
-            Case((1, 1, 1, 49, 49, 8, 8), torch.float32, False, None, (1, 1), None, None, None, False, "contiguous", 3),
-            "triton",
-        )
+            Case((1, 1, 1, 49, 49, 8, 8), torch.float32, causal, None, window, None, None, None, False, "contiguous", 3,
+                 offset=offset),
+            backend,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("largest", [2**31 - 1, sys.maxsize, 2**64])
