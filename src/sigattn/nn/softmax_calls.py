@@ -86,7 +86,8 @@ def known_for_another_softmax(module: nn.Module) -> bool:
 
 _OTHER_NAMES = {"MgpstrA3Module"}  # attention of learned queries
 _NO_ATTENTION = {
-    "DeepseekV4HyperConnection",  # a mixture of residual streams
+    "DeepseekV4HyperConnection",  # mixtures of residual streams
+    "Glm5NextTextHyperConnection",
     "PatchTSMixerGatedAttention",  # a gate over features
     "AttentiveStatisticsPooling",  # statistics over time
     "Sam2MultiScaleAttention",  # uses transformers' attention interface; computes a softmax before, and discards it

@@ -26,7 +26,7 @@ from sigattn.ops.problem import Problem, make_problem
 _SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_SINKS}
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
-    "cache_position", "deterministic", "grid_thw", "logits_to_keep", "max_length_k", "max_length_q",
+    "cache_position", "deterministic", "grid_thw", "input_ids", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
     "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
