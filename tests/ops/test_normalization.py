@@ -71,3 +71,16 @@ def test_nested_transforms(backend):
         return torch.func.grad(lambda q: first(q).square().sum())(q)
 
     torch.testing.assert_close(second(backend), second("reference"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b != "triton"])
+def test_rows_far_below_0_whose_weights_are_not_saved(backend):
+    """As in compiled graphs: the backward pass lifts them again."""
+    leaves = [torch.randn(1, 2, 40, 16).requires_grad_() for _ in range(3)]
+    options = {"bias": -1e4, "normalize": True, "backend": backend}
+    out = torch.compile(lambda *t: sigmoid_attention(*t, **options), backend="aot_eager")(*leaves)
+    truth = formula(*leaves, bias=-1e4, normalize=True, dtype=torch.float64)
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad(truth, leaves, grad_out.double())
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, grad_out), expected, rtol=1e-2, atol=1e-3)
