@@ -212,7 +212,7 @@ def write(target: Tensor, total: Tensor | None, factor: float = 1.0) -> None:
         return
     if factor != 1.0:
         total.mul_(factor)
-    if total.data_ptr() != target.data_ptr():
+    if total.data_ptr() != target.data_ptr() and target.numel():
         *heads, rows, features = target.shape
         target.copy_(total.view(*heads, -1, features)[..., :rows, :])
 

@@ -208,7 +208,8 @@ class Group:
     def of_queries(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:  # (B, Hq, N, E) → (G, rep · N, E)
         """Return the group's part of the query, or of a gradient or term of each query, as an operand."""
         t = self.rows_of(t, self.query_heads, 0, t.shape[2]).to(self.tiling.dtype if dtype is None else dtype)
-        return self._dense(_pad_rows(t, self.tiling.num_queries).reshape(self.size, -1, t.shape[3]))
+        rows = self.shape[2] * self.tiling.num_queries
+        return self._dense(_pad_rows(t, self.tiling.num_queries).reshape(self.size, rows, t.shape[3]))
 
     def _dense(self, t: Tensor) -> Tensor:
         """Return an operand in dense memory, if each product would copy it otherwise."""
@@ -240,7 +241,7 @@ class Group:
         """Return the gradient of keys j0 … j1 - 1: 0 beyond ``key_lengths``, even if the output's is not finite."""
         if t is None or self.exists is None:
             return t
-        return t.view(*self.shape[:2], j1 - j0, -1).masked_fill(~self.exists[:, :, j0:j1], 0)
+        return t.view(*self.shape[:2], j1 - j0, t.shape[2]).masked_fill(~self.exists[:, :, j0:j1], 0)
 
     def new_query_sums(self) -> Tensor:  # (G, rep, N, D)
         """Return zeros for the sums of the query's gradient over tiles."""
