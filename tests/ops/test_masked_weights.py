@@ -11,7 +11,7 @@ from tests.ops.cases import SUPPORTING, path, ways
 
 # interpreted kernels take their time, those of small tiles, with rows of padding and shared reciprocals, less
 BACKENDS = [(backend, way) for backend in SUPPORTING for way in ways(backend) if way != "tuned"]
-SIZES = {"as users meet it": (2, 17, 65, 300), "small tiles": (17,)}
+SIZES = {"as users meet it": (2, 17, 65, 300), "small tiles": (17,), "small tiles, bfloat16 products": (40,)}
 WAYS = [(*way, n) for way in BACKENDS for n in SIZES.get(way[1], (17, 200))]
 
 

@@ -126,14 +126,14 @@ def spoken_digits(
 
 def _draw_string(by_speaker: dict[str, list[_Recording]], longest: int, generator: torch.Generator) -> Utterance:
     """Draw a speaker and 1 to ``longest`` of the speaker's recordings."""
-
-    def draw(limit: int) -> int:
-        return int(torch.randint(limit, (), generator=generator))
-
-    recordings = by_speaker[sorted(by_speaker)[draw(len(by_speaker))]]
-    drawn = [recordings[draw(len(recordings))] for _ in range(1 + draw(longest))]
+    recordings = by_speaker[sorted(by_speaker)[_draw(len(by_speaker), generator)]]
+    drawn = [recordings[_draw(len(recordings), generator)] for _ in range(1 + _draw(longest, generator))]
     pieces, words, seconds = zip(*drawn, strict=True)
     return Utterance(pieces, " ".join(words), sum(seconds))
+
+
+def _draw(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(limit, (), generator=generator))
 
 
 def _lines(file: Path) -> list[str]:
