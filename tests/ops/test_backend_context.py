@@ -77,7 +77,10 @@ def ops_of(graph):
     return [node.target for node in graph.nodes if "sigattn" in str(node.target)]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+OLD = torch.__version__ < "2.13"  # whose non-strict export refuses dynamic lengths of grouped heads, by a guard
+
+
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.skipif(OLD, reason="needs 2.13")), True])
 def test_programs_of_pytorchs_operators_alone(strict):
     """Exported with "reference", a program has none of our ops, and is right at other sizes."""
     b, n, m = Dim("b"), Dim("n"), Dim("m")
