@@ -39,7 +39,7 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), names)
 
 
-GUIDES = "start operator layers convert training serving long-sequences integrations why coming-from support index"
+GUIDES = "start operator layers convert training serving long-sequences integrations why coming-from support index architecture"
 READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES.split())]
 NUMBER = re.compile(r"(?<![\w.,])\d[\d.,]*")
 
@@ -54,7 +54,7 @@ def sentences(page: Path) -> list[str]:
 def test_sentences_of_the_guides_are_short():
     """At most ten have more than 35 words, or more than three numbers."""
     read = [f"{page.name}: {s}" for page in READ for s in sentences(page)]
-    long = [s for s in read if len(s.split()) > 36 or len(NUMBER.findall(s)) > 3]
+    long = [s for s in read if len(s.split()) > 35 or len(NUMBER.findall(s)) > 3]
     assert len(read) > 300
     assert len(long) <= 10, "\n".join(long)
 

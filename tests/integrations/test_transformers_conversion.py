@@ -185,7 +185,7 @@ def test_settings_that_contradict_learned_biases_are_refused():
 
 
 def test_half_precision_is_sharded_as_it_is_loaded(tmp_path):
-    """The biases have the dtype of the weights, which FSDP asks for; their rounding is not seen beside the weights'."""
+    """The biases have the dtype of the weights, as FSDP requires; rounding them changes less than rounding weights."""
     model = converted()
     ids = torch.randint(3, 50, (2, 24))
     model.save_pretrained(tmp_path)

@@ -1,5 +1,6 @@
 """``sigattn.backend`` chooses the backend of calls that do not choose one, in eager, compiled and exported code."""
 
+import contextlib
 import threading
 
 import pytest
@@ -73,6 +74,22 @@ def test_other_threads_are_not_affected():
     assert len(results) == 1
 
 
+def test_threads_that_leave_in_another_order_than_they_entered():
+    """A compiled function then sees no backend of a context that was left."""
+    first, second = (contextlib.ExitStack() for _ in range(2))
+    compiled = torch.compile(lambda *args: sigmoid_attention(*args, **CAPPED), backend="eager")
+    args = operands(heads=4)
+    first.enter_context(sigattn.backend("llvm"))
+    entering = threading.Thread(target=lambda: second.enter_context(sigattn.backend("llvm")))
+    entering.start()
+    entering.join()
+    first.close()
+    leaving = threading.Thread(target=second.close)
+    leaving.start()
+    leaving.join()
+    torch.testing.assert_close(compiled(*args), sigmoid_attention(*args, **CAPPED))
+
+
 def ops_of(graph):
     return [node.target for node in graph.nodes if "sigattn" in str(node.target)]
 
@@ -114,6 +131,17 @@ def test_compiled_functions_follow_the_context():
         else:
             torch.testing.assert_close(compiled(*args), truth)
         assert [len(ops) for ops in graphs] == expected
+
+
+def test_a_context_within_a_compiled_function():
+    def call(*args):
+        with sigattn.backend("reference"):
+            return sigmoid_attention(*args, normalize=True)
+
+    args, graphs = operands(heads=4), []
+    compiled = torch.compile(call, backend=lambda module, _: graphs.append(module) or module.forward, fullgraph=True)
+    torch.testing.assert_close(compiled(*args), sigmoid_attention(*args, normalize=True))
+    assert [ops_of(module.graph) for module in graphs] == [[]]
 
 
 def test_derivatives_of_layers_in_the_compiled_formula():

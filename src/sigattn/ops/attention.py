@@ -13,6 +13,7 @@ from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, r
 from sigattn.ops.custom_ops import Backend, Operator
 from sigattn.ops.problem import Problem, VarlenProblem, cast_operands, make_problem
 from sigattn.ops.proxies import record
+from sigattn.ops.settings import BACKENDS
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
@@ -58,7 +59,6 @@ DENSE: Operator[Problem] = Operator(
     onnx_formula=reference.traced_attention,
     vmap_rules=(vmap.dense_forward, vmap.dense_backward),
 )
-BACKENDS = tuple(DENSE.backends)
 
 
 def sigmoid_attention(

@@ -6,9 +6,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import torch
+
 from sigattn.ops import validation
 
-BACKENDS = ("reference", "blocked", "triton", "llvm")
+BACKENDS = ("triton", "llvm", "blocked", "reference")
 PRECISIONS = ("accurate", "fast")
 
 current_precision = "accurate"
@@ -19,7 +21,8 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-# That of the context entered last in any thread, for compiled code, whose guards do not see a thread's own values
+_entered: dict[object, str] = {}  # the contexts of all threads, which leave in any order
+# Backend of the last of these, for compiled code, whose guards do not see a thread's own values
 compiled_backend: str | None = None
 
 
@@ -44,11 +47,17 @@ def backend(name: str) -> Iterator[None]:
     global compiled_backend
     validation.choice("sigattn.backend", "backend", name, BACKENDS, optional=False)
     before = thread.backend, compiled_backend
+    context = None if torch.compiler.is_compiling() else object()  # a graph that is traced has one thread
+    if context is not None:
+        _entered[context] = name
     thread.backend = compiled_backend = name
     try:
         yield
     finally:
         thread.backend, compiled_backend = before
+        if context is not None:
+            del _entered[context]
+            compiled_backend = [None, *_entered.values()][-1]
 
 
 def set_sigmoid_precision(precision: str) -> None:
