@@ -39,7 +39,10 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), names)
 
 
-GUIDES = "start operator layers convert training serving long-sequences integrations why coming-from support index architecture"
+GUIDES = (
+    "start operator layers convert training serving long-sequences integrations why coming-from support index "
+    "architecture"
+)
 READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES.split())]
 NUMBER = re.compile(r"(?<![\w.,])\d[\d.,]*")
 
