@@ -1,7 +1,7 @@
 """Export a language model for any length: torch.export, a package compiled ahead of time, and ONNX.
 
 python examples/export_model.py      # ONNX needs onnxscript and onnxruntime, AOTInductor a C++ compiler
-python examples/export_model.py --only export
+python examples/export_model.py --only export onnx
 """
 
 import argparse
@@ -19,7 +19,7 @@ LENGTHS = (5, 33)
 def main():
     """Export a model, and compare each form with the model at two lengths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("export", "aot", "onnx"))
+    parser.add_argument("--only", nargs="+", choices=("export", "aot", "onnx"), default=("export", "aot", "onnx"))
     options = parser.parse_args()
     torch.manual_seed(0)
     size = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "vocab_size": 50, "max_seq_len": 64}
@@ -31,7 +31,7 @@ def main():
         runs = {"export": lambda: program.module(), "aot": lambda: ahead_of_time(program, folder)}
         runs["onnx"] = lambda: onnx(model, tokens, shapes, folder)
         for name, make in runs.items():
-            if options.only in (None, name):
+            if name in options.only:
                 run = make()
                 for n in LENGTHS:
                     tokens = torch.randint(50, (2, n))
