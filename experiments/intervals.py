@@ -93,5 +93,10 @@ def verdict_all(verdicts: Sequence[Verdict]) -> Verdict:
 
 def mean_std(values: Sequence[float]) -> str:
     """Format mean ± standard deviation."""
-    mean = f"{statistics.mean(values):.4g}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
+    mean = significant(statistics.mean(values), 4)
+    return mean if len(values) < 2 else f"{mean} ± {significant(statistics.stdev(values), 2)}"
+
+
+def significant(value: float, digits: int) -> str:
+    """Format a number with ``digits`` significant digits; thousands have a comma and no exponent."""
+    return f"{float(f'{value:.{digits}g}'):,.6g}"

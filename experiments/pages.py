@@ -219,9 +219,13 @@ IN_WORDS: dict[str, tuple[str, str]] = {
 def _verdicts(findings: Sequence[dict[str, str]]) -> str:
     """Return the number of claims of each verdict: ``of 6 claims 4 agree, 1 differs and 1 is not shown``."""
     counts = Counter(f["verdict"] for f in findings)
+    if len(counts) == 1:
+        ((verdict, number),) = counts.items()
+        together = {1: "the claim", 2: "both claims"}.get(number, f"all {number} claims")
+        return f"{together} {IN_WORDS[verdict][number > 1]}"
     *first, last = [f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v]] or ["are judged"]
     together = f"{', '.join(first)} and {last}" if first else last
-    return f"of {len(findings)} claim{'s' * (len(findings) != 1)} {together}"
+    return f"of {len(findings)} claims {together}"
 
 
 def _origin(about: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from benchmarks.inputs import Inputs, Options
 from benchmarks.timing import time_calls
 from experiments import cache, drawing
 from experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
-from experiments.intervals import Verdict
+from experiments.intervals import Verdict, significant
 from sigattn.models.vision import ViT, ViTConfig
 
 HEADS, HEAD_DIM = 12, 64  # the paper's
@@ -259,7 +259,8 @@ def measure_vit_times(setting: Setting) -> Result:
     for row, name in itertools.product(data, MODES):
         soft, sigm = (row[f"{name}_{a}_attention_ms"] for a in ACTIVATIONS)
         total, saved = row[f"{name}_softmax_ms"], row[f"{name}_saved"]
-        kernel, whole = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{total:.3g} ({-saved:+.1%})"
+        soft_ms, sigm_ms, total_ms = (significant(ms, 3) for ms in (soft, sigm, total))
+        kernel, whole = f"{soft_ms} → {sigm_ms} ({sigm / soft - 1:+.0%})", f"{total_ms} ({-saved:+.1%})"
         rows.append(
             (f"{row['tokens']:,}", name, kernel, whole, f"{soft / total:.0%}", f"{-_predicted(row, name):+.1%}")
         )
