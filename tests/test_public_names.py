@@ -67,7 +67,7 @@ SHOWN = {
     "VisibleKeysLinearBias(3)": ["num_heads=3"],
 }  # fmt: skip
 WITHOUT_SETTINGS = {  # no settings, or all of them are shown by submodules, or by the class of PyTorch
-    "AlibiKeysBias", "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm", "NoBias",
+    "AlibiKeysBias", "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm",
     "RMSNorm", "SampleLengthBias", "SigmoidMultiheadAttention", "SwiGLU", "VisibleKeysBias",
 }  # fmt: skip
 

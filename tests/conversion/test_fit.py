@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigattn.conversion import ConversionError
-from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, RowStatistics, fit_biases, row_statistics
-from sigattn.nn.observer import AttentionCall
+from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, RowStatistics, row_statistics
 from sigattn.ops.problem import Problem, make_problem
 
 B, H, N, D = 3, 2, 40, 4
@@ -71,38 +69,3 @@ def test_rows_of_padding_do_not_count(value):
     expected, got = fitted(row_statistics(zeros)), fitted(row_statistics(other))
     assert torch.equal(got.constant, expected.constant)
     assert torch.equal(got.slope, expected.slope)
-
-
-def call_of(problem, name="a"):
-    return AttentionCall(name, problem, lambda: "softmax", lambda bias: "sigmoid")
-
-
-class TestFitBiases:
-    def test_a_call_is_answered_with_softmax_and_each_layer_has_its_fit(self):
-        problems = {"a": problem_of(), "b": problem_of()}
-        answers = []
-
-        def run(attend):
-            answers.extend(attend(call_of(p, name)) for name, p in problems.items())
-
-        fits = fit_biases(run, ["b", "a"])
-        assert answers == ["softmax"] * 2
-        for name, problem in problems.items():
-            assert torch.equal(fits[name].constant, fitted(row_statistics(problem)).constant)
-
-    def test_a_layer_that_is_not_reached_is_named(self):
-        with pytest.raises(ConversionError, match="do not reach the attention of 'b', 'c': pass"):
-            fit_biases(lambda attend: attend(call_of(problem_of())), ["a", "b", "c"])
-
-    def test_calls_with_other_numbers_of_heads_are_refused(self):
-        x = torch.randn(B, 4, N, D)
-        other = make_problem(Problem, x, x, x)
-        with pytest.raises(ConversionError, match="'a' calls attention with 2 and with 4 heads"):
-            fit_biases(lambda attend: (attend(call_of(problem_of())), attend(call_of(other))), ["a"])
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_logits_that_are_not_finite_are_refused(self, value):
-        problem = problem_of()
-        problem.query[0, 0, 3, 0] = value
-        with pytest.raises(ConversionError, match="logits of 'a' are not finite"):
-            fit_biases(lambda attend: attend(call_of(problem)), ["a"])

@@ -1,7 +1,11 @@
 """Every softmax of a model is converted, refused by name, or listed."""
 
+import copy
 import functools
 import math
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,19 +14,82 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.functional import softmax as normalise
+from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 
-from sigattn.conversion import SoftmaxLayer
+from sigattn.conversion import ConversionError, SoftmaxLayer, convert
 from sigattn.nn import Attention
 from tests.conversion.replacing import converted, replace
 
 aten = torch.ops.aten
 SDPA = "scaled_dot_product_attention"
-BOTH_SEARCHES = pytest.mark.parametrize("by_example", [False, True], ids=["code", "run"])
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+EXAMPLES = pytest.mark.parametrize("example", [None, (X,)], ids=["code", "run"])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+]
+
+
+class SigmoidInstead(TorchFunctionMode):
+    """Computes σ(logits - log 5) in the place of the softmax of a layer, or of PyTorch's function."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name == "softmax":
+            return (args[0] - math.log(5)).sigmoid()
+        if name == SDPA:
+            return (scores(*args[:2]) - math.log(5)).sigmoid() @ args[2]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def truth(layer, x=X):
+    with SigmoidInstead():
+        return layer.eval()(x)
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Mixer(nn.Module):
+    """(B, N, 8) → (B, N, 8); its class is not named after attention, and says nothing about the calls of ``mix``."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))  # (B, 1, N, 8) each
+        return self.mix(q, k, v).squeeze(1)
+
+
+def mixer(mix=None, base=Mixer, **attributes):
+    """Make a class of mixers with a method ``mix``, and attributes that functions return."""
+
+    def init(self):
+        base.__init__(self)
+        for attribute, make in attributes.items():
+            setattr(self, attribute, make())
+
+    return type("Mix", (base,), {"__init__": init, **({} if mix is None else {"mix": mix})})
+
+
+def scores(q, k):
+    return q @ k.mT * q.shape[-1] ** -0.5
 
 
 def eager(q, k, v):
-    return F.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+    return F.softmax(scores(q, k), -1) @ v
 
 
 def eager_further_away(q, k, v):
@@ -39,40 +106,14 @@ def fused(q, k, v):
     return attend(q, k, v)
 
 
-def scores(q, k):
-    return q @ k.mT * q.shape[-1] ** -0.5
-
-
-class Mixer(nn.Module):
-    """(B, N, 8) → (B, N, 8); its class is not named after attention, and says nothing about the calls of ``mix``."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))  # (B, 1, N, 8) each
-        return self.mix(q, k, v).squeeze(1)
-
-    def formula(self, x, bias):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.mT * 8**-0.5 + bias).sigmoid() @ v
-
-
-def mixer(name, mix=None, base=Mixer, **attributes):
-    """Make a class of mixers with a method ``mix``, and attributes that functions return."""
-
-    def init(self):
-        base.__init__(self)
-        for attribute, make in attributes.items():
-            setattr(self, attribute, make())
-
-    return type(name, (base,), {"__init__": init, **({} if mix is None else {"mix": mix})})
-
-
 class Fused(Mixer):
     def mix(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v)
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
 
 
 class Default(Mixer):
@@ -80,15 +121,11 @@ class Default(Mixer):
         return function(q, k, v)
 
 
-class Processor:
-    """An object that is no module, as in diffusers."""
-
-    def __call__(self, layer, q, k, v):
-        return fused(q, k, v)
-
-
 class Helper:
-    """No layer."""
+    """No layer, and no module, as the processors of diffusers."""
+
+    def __call__(self, q, k, v):
+        return fused(q, k, v)
 
     @staticmethod
     def static(q, k, v):
@@ -101,47 +138,33 @@ class Helper:
         return eager(q, k, v)
 
 
-helper = Helper()
-SERVED = [
-    Fused,
-    Default,
-    mixer("Inherited", base=Fused),
-    mixer("Renamed", lambda self, q, k, v: attend(q, k, v)),
-    mixer("Function", lambda self, q, k, v: fused(q, k, v)),
-    mixer("Builtin", lambda self, q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v)),
-    mixer("Operator", lambda self, q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v)),
-    mixer("Overload", lambda self, q, k, v: aten.scaled_dot_product_attention.default(q, k, v)),
-    mixer("Stored", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: functools.partial(fused)),
-    mixer("Held", lambda self, q, k, v: self.held(q, k, v), held=lambda: F.scaled_dot_product_attention),
-    mixer("Processed", lambda self, q, k, v: self.processor(self, q, k, v), processor=Processor),
-    mixer("HeldInTable", lambda self, q, k, v: self.table["fused"][0](q, k, v),
-          table=lambda: {"fused": [functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)]}),
-    mixer("OfClass", staticmethod(F.scaled_dot_product_attention)),
-    mixer("ByClass", lambda self, q, k, v: Helper.static(q, k, v)),
-    mixer("ByObject", lambda self, q, k, v: helper.method(q, k, v)),
-    mixer("ByHeldObject", lambda self, q, k, v: self.helper.method(q, k, v), helper=Helper),
-    mixer("ByNewObject", lambda self, q, k, v: Processor()(self, q, k, v)),
-]  # fmt: skip
-
-
-class Projected(Mixer):
-    """The layer around it calls its method, not its forward."""
-
-    class Inner(Fused):
-        def forward(self, x):
-            raise AssertionError
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def mix(self, q, k, v):
-        return self.inner.mix(q, k, v)
-
-
-class EagerProcessor:
+class EagerHelper:
     def __call__(self, q, k, v):
         return eager(q, k, v)
+
+
+helper = Helper()
+KINDS = {"eager": eager, "fused": None}
+SERVED = {
+    "function": Fused,
+    "default": Default,
+    "inherited": mixer(base=Fused),
+    "renamed": mixer(lambda self, q, k, v: attend(q, k, v)),
+    "further away": mixer(lambda self, q, k, v: fused(q, k, v)),
+    "builtin": mixer(lambda self, q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v)),
+    "operator": mixer(lambda self, q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v)),
+    "overload": mixer(lambda self, q, k, v: aten.scaled_dot_product_attention.default(q, k, v)),
+    "partial": mixer(lambda self, q, k, v: self.stored(q, k, v), stored=lambda: functools.partial(fused)),
+    "held": mixer(lambda self, q, k, v: self.held(q, k, v), held=lambda: F.scaled_dot_product_attention),
+    "in a table": mixer(lambda self, q, k, v: self.table["fused"][0](q, k, v),
+                        table=lambda: {"fused": [functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)]}),
+    "of the class": mixer(staticmethod(F.scaled_dot_product_attention)),
+    "of another class": mixer(lambda self, q, k, v: Helper.static(q, k, v)),
+    "of an object": mixer(lambda self, q, k, v: helper.method(q, k, v)),
+    "of a held object": mixer(lambda self, q, k, v: self.processor.method(q, k, v), processor=Helper),
+    "a held object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=Helper),
+    "a new object": mixer(lambda self, q, k, v: Helper()(q, k, v)),
+}  # fmt: skip
 
 
 class Product(nn.Module):
@@ -149,7 +172,7 @@ class Product(nn.Module):
         return torch.matmul(x, y)
 
 
-TorchSoftmax = mixer("TorchSoftmax", lambda self, q, k, v: torch.softmax(scores(q, k), -1) @ v)
+TorchSoftmax = mixer(lambda self, q, k, v: torch.softmax(scores(q, k), -1) @ v)
 
 
 class SuperSoftmax(TorchSoftmax):
@@ -169,6 +192,43 @@ class TalkingHeads(Mixer):
         return self.heads(weights).permute(0, 3, 1, 2) @ v
 
 
+class Sparse(Mixer):
+    """Its values are sparse, in a layer with a sparse buffer: neither has a storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def mix(self, q, k, v):
+        weights = scores(q, k).softmax(-1)
+        return torch.stack([torch.sparse.mm(w[0], u[0].to_sparse()) for w, u in zip(weights, v, strict=True)])[:, None]
+
+
+WRITTEN = {
+    "torch": TorchSoftmax,
+    "with super": SuperSoftmax,
+    "inherited": mixer(base=TorchSoftmax),
+    "mixed heads": TalkingHeads,
+    "sparse": Sparse,
+    "method": mixer(lambda self, q, k, v: torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)),
+    "renamed": mixer(lambda self, q, k, v: torch.bmm(normalise(scores(q, k), -1)[:, 0], v[:, 0])[:, None]),
+    "by name": mixer(lambda self, q, k, v: getattr(torch, "softmax")(scores(q, k), -1) @ v),  # noqa: B009
+    "module": mixer(lambda self, q, k, v: F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v,
+                    softmax=lambda: nn.Softmax(-1)),
+    "modules only": mixer(lambda self, q, k, v: self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v),
+                          softmax=lambda: nn.Softmax(-1), product=Product),  # as SqueezeBERT
+    "new module": mixer(lambda self, q, k, v: nn.Softmax(-1)(scores(q, k)) @ v),
+    "further away": mixer(lambda self, q, k, v: eager_further_away(q, k, v)),
+    "decorated": mixer(lambda self, q, k, v: decorated(q, k, v)),
+    "in a table": mixer(lambda self, q, k, v: KINDS["eager"](q, k, v)),
+    "object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=EagerHelper),
+    "lambda": mixer(lambda self, q, k, v: self.stored(q, k, v), stored=lambda: lambda *qkv: eager(*qkv)),
+    "compiled": mixer(lambda self, q, k, v: self.stored(q, k, v),
+                      stored=lambda: torch.compile(eager, backend="eager")),
+    "averaged": mixer(lambda self, q, k, v: scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v),
+}  # fmt: skip
+
+
 class Router(Mixer):
     """Its logits are a layer's, and its weights are those of four functions of the input."""
 
@@ -180,59 +240,20 @@ class Router(Mixer):
         return (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2)
 
 
-KINDS = {"eager": eager, "fused": None}
-WRITTEN = [
-    TorchSoftmax,
-    SuperSoftmax,
-    TalkingHeads,
-    mixer("InheritedSoftmax", base=TorchSoftmax),
-    mixer("MethodSoftmax", lambda self, q, k, v: torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)),
-    mixer("FunctionalSoftmax", lambda self, q, k, v: torch.bmm(normalise(scores(q, k), -1)[:, 0], v[:, 0])[:, None]),
-    mixer("NamedSoftmax", lambda self, q, k, v: getattr(torch, "softmax")(scores(q, k), -1) @ v),  # noqa: B009
-    mixer("ModuleSoftmax", lambda self, q, k, v: F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v,
-          softmax=lambda: nn.Softmax(-1)),
-    mixer("ModulesOnly", lambda self, q, k, v: self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v),
-          softmax=lambda: nn.Softmax(-1), product=Product),  # as SqueezeBERT
-    mixer("Made", lambda self, q, k, v: nn.Softmax(-1)(scores(q, k)) @ v),
-    mixer("FunctionSoftmax", lambda self, q, k, v: eager_further_away(q, k, v)),
-    mixer("DecoratedSoftmax", lambda self, q, k, v: decorated(q, k, v)),
-    mixer("TableSoftmax", lambda self, q, k, v: KINDS["eager"](q, k, v)),
-    mixer("ProcessorSoftmax", lambda self, q, k, v: self.processor(q, k, v), processor=EagerProcessor),
-    mixer("StoredSoftmax", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: lambda *qkv: eager(*qkv)),
-    mixer("Compiled", lambda self, q, k, v: self.stored(q, k, v), stored=lambda: torch.compile(eager, backend="eager")),
-    mixer("Averaged", lambda self, q, k, v: scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v),
-]  # fmt: skip
-LowLevelSoftmax = mixer("LowLevelSoftmax", lambda self, q, k, v: torch._softmax(scores(q, k), -1, False).matmul(v))
-REFUSED = [
-    Router,
-    LowLevelSoftmax,
-    mixer("OperatorSoftmax", lambda self, q, k, v: torch.matmul(aten._softmax(scores(q, k), -1, False), v)),
-    mixer("FlashOperator", lambda self, q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]),
-    mixer("Flex", lambda self, q, k, v: flex_attention(q, k, v)),
-]
+class Scripted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
 
 
-class Net(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 5, 8)
-
-
-def by_column_of_ones(s, v):
-    out = s.exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    return out[..., :-1] / out[..., -1:]
-
-
+LowLevel = mixer(lambda self, q, k, v: torch._softmax(scores(q, k), -1, False).matmul(v))
+REFUSED = {
+    "router": Router,
+    "low level": LowLevel,
+    "operator": mixer(lambda self, q, k, v: torch.matmul(aten._softmax(scores(q, k), -1, False), v)),
+    "flash": mixer(lambda self, q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]),
+    "flex": mixer(lambda self, q, k, v: flex_attention(q, k, v)),
+    "script": lambda: torch.jit.script(Scripted()),
+}
 IDIOMS = {
     "largest first": lambda s, v: (w := (s - s.amax(-1, keepdim=True)).exp()) / w.sum(-1, keepdim=True) @ v,
     "late": lambda s, v: (w := s.exp()) @ v / w.sum(-1, keepdim=True),
@@ -250,8 +271,9 @@ IDIOMS = {
     "powers of 2": lambda s, v: s.exp2() / s.exp2().sum(-1, keepdim=True) @ v,
     "powers of e": lambda s, v: (math.e**s @ v) / (math.e**s).sum(-1, keepdim=True),
     "product with ones": lambda s, v: (s.exp() @ v) / (s.exp() @ torch.ones_like(v[..., :1])),
-    "column of ones": by_column_of_ones,
-}
+    "column of ones": lambda s, v: (
+        out := s.exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1))[..., :-1] / out[..., -1:],
+}  # fmt: skip
 NO_SOFTMAX = {
     "a gate": lambda s, v: (s.exp() * 0.1) @ v,
     "a norm of the output": lambda s, v: F.normalize(s.exp() @ v, dim=-1),
@@ -261,17 +283,48 @@ NO_SOFTMAX = {
 }
 
 
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
-    kind = mixer("Idiom", lambda self, q, k, v: IDIOMS[idiom](scores(q, k), v))
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
-        replace(Net(Fused(), kind()), (x,))
+def by_formula(function):
+    return mixer(lambda self, q, k, v: function(scores(q, k), v))
 
 
-@pytest.mark.parametrize("function", NO_SOFTMAX)
-def test_other_functions_of_exponentials_are_no_softmax(function, x):
-    other = mixer("Other", lambda self, q, k, v: NO_SOFTMAX[function](scores(q, k), v))
-    assert [r.name for r in replace(Net(Fused(), other()), (x,))] == ["layers.0"]
+CASES = [
+    *((kind, "converted", "converted", name) for name, kind in SERVED.items()),
+    *((kind, "refused", "materialised", f"written, {name}") for name, kind in WRITTEN.items()),
+    *((kind, "refused", "refused", f"refused, {name}") for name, kind in REFUSED.items()),
+    *((by_formula(function), None, "refused", f"exp, {name}") for name, function in IDIOMS.items()),
+    *((by_formula(function), None, "absent", name) for name, function in NO_SOFTMAX.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "example"),
+    [
+        pytest.param(kind, outcome, example, id=f"{name}, {'run' if example else 'code'}")
+        for kind, by_code, by_run, name in CASES
+        for example, outcome in ((None, by_code), ((X,), by_run))
+        if outcome is not None
+    ],
+)
+def test_every_spelling(kind, outcome, example):
+    """The layer is replaced by the formula; or the model is refused, and converted where the layer is kept."""
+    net, keep = Net(Fused(), kind(), Fused()).eval(), []
+    before = [type(layer) for layer in net.layers]
+    if outcome == "refused":
+        advice = "Let them" if example else "Only their code"
+        with pytest.raises(ValueError, match=rf"cannot be replaced: 'layers\.1(\.softmax)?' \(.*: \w+\)\. {advice}"):
+            replace(net, example)
+        assert [type(layer) for layer in net.layers] == before
+        outcome, keep = "kept", ["layers.1*"]
+    first, second, last = net.layers
+    changes = outcome in ("converted", "materialised")
+    with torch.no_grad():
+        y = truth(first)
+        expected = truth(last, truth(second, y) if changes else second(y))
+    report = replace(net, example, keep=keep)
+    assert {r.outcome for r in report if r.name.startswith("layers.1")} == {outcome} - {"absent"}
+    assert {r.outcome for r in report if r.name in ("layers.0", "layers.2")} == {"converted"}
+    with torch.no_grad():
+        torch.testing.assert_close(net(X), expected)
 
 
 @pytest.mark.parametrize(
@@ -286,31 +339,263 @@ def test_other_functions_of_exponentials_are_no_softmax(function, x):
 def test_a_converted_layer_refuses_every_softmax_of_its_forward(softmax):
     """Also one that is called as an operator, on a path that was not searched."""
 
-    class Later(nn.Module):
+    class Later(Plain):
         more = None
 
         def forward(self, x):
-            out = F.scaled_dot_product_attention(x, x, x)
+            out = super().forward(x)
             return out if self.more is None else out + self.more(x @ x.mT) @ x
 
     layer = Later()
     replace(layer)
     layer.more = softmax
     with pytest.raises(RuntimeError, match="this forward computes a softmax itself"):
-        layer(torch.randn(2, 5, 8))
+        layer(X)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@BOTH_SEARCHES
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_traced_layer_is_refused(by_example, whole, x):
-    """Its code is a graph, which replacing its class would not change; the model stays as it was."""
-    traced = torch.jit.trace(Fused(), x)
-    net = traced if whole else Net(Fused(), traced)
-    expected = net(x)
+GRAPHS = {
+    "traced": lambda: Net(Fused(), torch.jit.trace(Fused(), X)),
+    "all traced": lambda: torch.jit.trace(Fused(), X),
+    "fx": lambda: Net(Fused(), torch.fx.symbolic_trace(Plain())),
+}
+
+
+@EXAMPLES
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_graph_is_refused(example, kind):
+    """Replacing its class would not change it; the model stays as it was."""
+    net = GRAPHS[kind]()
+    expected = net(X)
     with pytest.raises(ValueError, match=rf"traced or exported graphs cannot be replaced: .*{SDPA}"):
-        replace(net, (x,) if by_example else None, bias=-1.0)
-    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+        replace(net, example, bias=-1.0)
+    torch.testing.assert_close(net(X), expected, rtol=0, atol=0)
+
+
+class Projected(Mixer):
+    """Calls a method of the layer inside, not its forward."""
+
+    class Inner(Fused):
+        def forward(self, x):
+            raise AssertionError
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def mix(self, q, k, v):
+        return self.inner.mix(q, k, v)
+
+
+class Around(nn.Module):
+    """Adds a layer's output to that of attention of its own; ``run`` says how the layer is called."""
+
+    def __init__(self, run, inner):
+        super().__init__()
+        self.run, self.first, self.inner = run, Fused(), inner
+
+    def forward(self, x):
+        return self.first(x) + self.run(self.inner, x)
+
+
+def in_thread(layer, x):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(layer(x)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_pool(layer, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(layer, x).result()
+
+
+POOL = ThreadPoolExecutor(1)  # its thread is older than the model
+RUNS = {
+    "forward": lambda layer, x: layer.forward(x),  # no hooks run
+    "new pool": in_pool,
+    "old pool": lambda layer, x: POOL.submit(layer, x).result(),
+    "thread": in_thread,
+    "partial": lambda layer, x: POOL.submit(functools.partial(layer, x=x)).result(),
+    "fork": lambda layer, x: torch.jit.wait(torch.jit.fork(layer, x)),  # runs it in the same thread
+    # a run does not see in which thread a layer's replica, copy or method is called
+    "replica": lambda layer, x: in_thread(layer._replicate_for_data_parallel(), x),  # as ``nn.DataParallel``
+    "method": lambda layer, x: POOL.submit(layer.forward, x).result(),
+    "copy": lambda layer, x: in_thread(copy.deepcopy(layer), x),
+}
+
+
+@EXAMPLES
+@pytest.mark.parametrize("run", RUNS)
+def test_every_way_to_run_a_layer(run, example):
+    """Attention of any thread is replaced; a softmax that is written out, where a run sees it."""
+    model = Around(RUNS[run], Fused())
+    expected = truth(model.first) + truth(model.inner)
+    assert [r.name for r in replace(model, example)] == ["first", "inner"]
+    torch.testing.assert_close(model(X), expected)
+    for kind, is_seen in ((LowLevel, False), (TorchSoftmax, run not in ("replica", "method", "copy"))):
+        model = Around(RUNS[run], kind())
+        if example and is_seen:
+            expected = truth(model.first) + truth(model.inner)
+            replace(model, example)
+            torch.testing.assert_close(model(X), expected)
+        else:
+            with pytest.raises(ValueError, match=r"cannot be replaced: 'inner' \(Mix: \w+\)"):
+                replace(model, example)
+
+
+@EXAMPLES
+def test_methods_that_the_layer_around_calls(example):
+    net = Net(Projected())
+    expected = truth(net)
+    assert "layers.0.inner" in [r.name for r in replace(net, example)]
+    torch.testing.assert_close(net(X), expected)
+
+
+@pytest.mark.parametrize("run", ["new pool", "old pool", "thread"])
+def test_convert_fits_layers_that_run_in_threads(run):
+    threaded = Around(RUNS[run], Fused())
+    alone = Around(lambda layer, x: layer(x), Fused())
+    alone.load_state_dict(threaded.state_dict())
+    batches = list(torch.randn(4, 2, 5, 8))
+    reports = [convert(model, batches) for model in (alone, threaded)]
+    assert reports[0].layers == reports[1].layers
+    torch.testing.assert_close(threaded(batches[0]), alone(batches[0]))
+
+
+@EXAMPLES
+@pytest.mark.parametrize("function", [attend, functools.partial(eager)])
+@pytest.mark.parametrize(
+    "run",
+    [in_pool, in_thread, lambda function, x: next(POOL.map(function, [x]))],
+    ids=["new pool", "thread", "old pool"],
+)
+def test_functions_that_run_in_threads_are_refused(run, function, example):
+    class InThread(nn.Module):
+        """Attention in this thread and in another: only the first would become sigmoid attention."""
+
+        def forward(self, x):
+            return attend(x, x, x) + run(lambda y: function(y, y, y), x)
+
+    with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(InThread: "):
+        replace(nn.Sequential(Fused(), InThread()), example)
+
+
+class ByWorker(nn.Module):
+    """Attention in a thread that waits for work, which is not to be seen in the code of the layer."""
+
+    tasks, results = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def forward(self, x):
+        self.tasks.put(lambda: attend(x, x, x))
+        return self.results.get()
+
+
+def work():
+    while True:
+        ByWorker.results.put(ByWorker.tasks.get()())
+
+
+threading.Thread(target=work, daemon=True).start()
+
+
+class Sometimes(Fused):
+    def forward(self, x, skip=True):
+        return x if skip else super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [ByWorker, Sometimes])
+def test_attention_that_the_example_does_not_call(kind):
+    """In a layer that it runs it is listed, and in other layers judged by the code."""
+    expected = [converted("0", "Fused", SDPA), SoftmaxLayer("1", kind.__name__, SDPA, "not called")]
+    assert replace(nn.Sequential(Fused(), kind()), (X,)) == expected
+    with pytest.raises(ConversionError, match=rf"do not reach the attention of '1' \({kind.__name__}: "):
+        convert(nn.Sequential(Fused(), kind()), list(torch.randn(2, 1, 5, 8)))
+
+    class Half(Net):
+        def forward(self, x):
+            return self.layers[0](x)
+
+    assert [r.name for r in replace(Half(Fused(), Fused()), (X,))] == ["layers.0", "layers.1"]
+    with pytest.raises(ValueError, match=r"'layers\.1' \(Mix: softmax\)"):
+        replace(Half(Fused(), TorchSoftmax()), (X,))
+
+
+class OwnHook(nn.Identity):
+    """Its hook is a method that was bound before the conversion."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(self.attend)
+
+    def attend(self, module, inputs, output):
+        return F.scaled_dot_product_attention(output, output, output)
+
+
+def attend_in_hook(module, inputs, output=None):
+    x = inputs[0] if output is None else output
+    return attend(x, x, x)
+
+
+def hooked(layer, kind):
+    """Return a layer with attention in a hook."""
+    hooks = {"partial": functools.partial(attend_in_hook), "method": OwnHook().attend}
+    (layer.register_forward_pre_hook if kind == "before" else layer.register_forward_hook)(
+        hooks.get(kind, attend_in_hook)
+    )
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["forward", "before", "partial", "method"])
+def test_attention_in_a_hook_is_refused_unless_a_run_shows_the_layer_around_it(kind):
+    def make():
+        return OwnHook() if kind == "method" else hooked(nn.Identity(), kind)
+
+    with pytest.raises(ValueError, match=rf"'1' \(\w+: {SDPA} in a hook\).*pass example"):
+        replace(nn.Sequential(Fused(), make()))
+    for example in (None, (X,)):
+        with pytest.raises(ValueError, match=rf"'' \(Sequential: {SDPA} in a hook\)"):
+            replace(hooked(nn.Sequential(Fused(), nn.Identity()), kind), example)
+    model = Around(lambda layer, x: layer(x), nn.Sequential(make()))
+    expected = truth(model.first) + (scores(X, X) - math.log(5)).sigmoid() @ X
+    assert [r.name for r in replace(nn.Sequential(model), (X,)) if r.outcome == "converted"] == ["0", "0.first"]
+    torch.testing.assert_close(model(X), expected)
+
+
+@EXAMPLES
+def test_softmax_in_a_hook(example):
+    """Attention is refused; a softmax of which the hook makes no attention is listed."""
+    for outermost in (False, True):
+        model = nn.Sequential(Fused(), nn.Identity())
+        hooked_layer = model if outermost else model[1]
+        hooked_layer.register_forward_hook(lambda module, inputs, out: eager(out, out, out))
+        with pytest.raises(ValueError, match=r"\w+: softmax in a hook\)"):
+            replace(model, example)
+    model, seen = nn.Sequential(Fused(), nn.Identity()), []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.softmax(-1)))
+    report = replace(model, example)
+    assert {r.call: r.outcome for r in report} == {SDPA: "converted", "softmax in a hook": "not attention"}
+
+
+class Stack(nn.Sequential):
+    def forward(self, x):
+        return super().forward(F.scaled_dot_product_attention(x, x, x))
+
+
+@EXAMPLES
+def test_containers_and_parametrizations(example):
+    """A container would run its bias as one of its layers."""
+    with pytest.raises(ValueError, match=rf"cannot be replaced: '1' \(Stack: {SDPA}\). A container would run its bias"):
+        replace(nn.Sequential(Fused(), Stack(nn.Identity())), example)
+    layer = nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "weight", Scripted())
+    with pytest.raises(ValueError, match=r"'1\.parametrizations\.weight\.0' \(Scripted: softmax\)"):
+        replace(nn.Sequential(Fused(), layer), example)
+    model = Fused()
+    parametrizations.weight_norm(model.qkv)
+    expected = truth(model)
+    replace(model, example)
+    torch.testing.assert_close(model(X), expected)
 
 
 class Gated(nn.Module):
@@ -326,142 +611,6 @@ class Gated(nn.Module):
         return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
-class Pool(nn.Module):
-    """One query, the mean, against every position, through PyTorch's function with separate projections."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        x = x.transpose(0, 1)  # (N, B, 8)
-        options = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
-        pooled, _ = F.multi_head_attention_forward(
-            query=x.mean(0, keepdim=True), key=x, value=x, embed_dim_to_check=8, num_heads=2,
-            in_proj_weight=torch.empty(0),  # as in WavLM
-            in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
-            bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0,
-            out_proj_weight=self.out.weight, out_proj_bias=self.out.bias, training=self.training,
-            need_weights=False, use_separate_proj_weight=True, **options,
-        )  # fmt: skip
-        return pooled.squeeze(0)
-
-
-@BOTH_SEARCHES
-@pytest.mark.parametrize("kind", SERVED)
-def test_every_spelling_of_the_function_is_served(kind, by_example, x):
-    net = Net(kind())
-    (entry,) = replace(net, (x,) if by_example else None)
-    assert entry == converted("layers.0", kind.__name__, SDPA)
-    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
-
-
-class Around(nn.Module):
-    """Calls the forward of a layer, so that no hooks run."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner.forward(x)
-
-
-@BOTH_SEARCHES
-def test_methods_that_the_layer_around_calls(by_example, x):
-    example, net = (x,) if by_example else None, Net(Projected())
-    assert "layers.0.inner" in [r.name for r in replace(net, example)]
-    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
-    net = Net(Around(Fused()))
-    assert [r.name for r in replace(net, example)] == ["layers.0.inner"]
-    torch.testing.assert_close(net(x), net.layers[0].inner.formula(x, -math.log(5)))
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0\.inner'"):
-        replace(Net(Around(LowLevelSoftmax())), example)
-
-
-class SigmoidInstead(TorchFunctionMode):
-    """Computes σ(logits - log 5) wherever a layer computes a softmax of its own."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") == "softmax":
-            return (args[0] - math.log(5)).sigmoid()
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("kind", WRITTEN)
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
-def test_every_spelling_of_a_softmax_is_replaced_with_an_example(kind, x):
-    net = Net(kind()).eval()
-    with torch.no_grad(), SigmoidInstead():
-        expected = net(x)
-    report = replace(net, (x,))
-    assert [(r.name.removesuffix(".softmax"), r.outcome) for r in report] == [("layers.0", "materialised")]
-    with torch.no_grad():
-        torch.testing.assert_close(net(x), expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "by_example"), [*((kind, True) for kind in REFUSED), *((kind, False) for kind in REFUSED + WRITTEN)]
-)
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_every_other_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
-    net, example = Net(Fused(), kind(), Fused()), (x,) if by_example else None
-    advice = "Let them" if by_example else "Only their code"
-    with pytest.raises(ValueError, match=rf"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. {advice}"):
-        replace(net, example)
-    assert type(net.layers[0]) is Fused
-    assert [r.outcome for r in replace(net, example, keep=["layers.1*"])] == ["converted", "kept", "converted"]
-    first, kept, last = net.eval().layers
-    with torch.no_grad():
-        expected = last.formula(kept(first.formula(x, -math.log(5))), -math.log(5))
-        torch.testing.assert_close(net(x), expected)
-
-
-class Scripted(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x.mT, -1) @ x
-
-
-@BOTH_SEARCHES
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
-def test_a_scripted_layer_and_a_performer_are_refused(by_example, x):
-    """A performer is softmax attention by random features, which no replacement of a call converts."""
-    example, net = (x,) if by_example else None, Net(Fused(), torch.jit.script(Scripted()))
-    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
-        replace(net, example)
-    layer = Attention(8, 2, activation="performer", attention_bias=None, causal=True)
-    with pytest.raises(ValueError, match=r"'layers\.1' has activation='performer'"):
-        replace(Net(Fused(), layer), example)
-
-
-@BOTH_SEARCHES
-def test_a_pool_through_multi_head_attention_forward(by_example, x):
-    net = Net(Fused(), Pool())
-    report = replace(net, (x,) if by_example else None)
-    assert report[1] == converted("layers.1", "Pool", "multi_head_attention_forward")
-    y, pool = net.layers[0](x), net.layers[1]
-    pairs = (pool.q, y.mean(1, keepdim=True)), (pool.k, y), (pool.v, y)
-    q, k, v = (f(t).unflatten(-1, (2, 4)).transpose(1, 2) for f, t in pairs)
-    expected = (q @ k.mT / 2 - math.log(5)).sigmoid() @ v
-    torch.testing.assert_close(net(x), pool.out(expected.transpose(1, 2).flatten(1)))
-
-
-Causal = mixer("Causal", lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", [Causal, Pool])
-def test_compiled_and_exported(kind, x):
-    net = Net(kind()).eval()
-    replace(net)
-    if kind is Pool:
-        torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
-    exported = torch.export.export(net, (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
-    longer = torch.randn(2, 9, 8)
-    torch.testing.assert_close(exported.module()(longer), net(longer))
-
-
 class Both(Fused):
     """With a softmax that is no attention, of a layer inside or in the same forward."""
 
@@ -469,32 +618,33 @@ class Both(Fused):
         super().__init__()
         self.gate = Gated() if inside else None
 
-    def combine(self, x, attended):
-        return self.gate(attended) if self.gate is not None else attended * self.qkv(x)[..., :8].softmax(-1)
-
     def forward(self, x):
         return self.combine(x, super().forward(x))
 
+    def combine(self, x, attended):
+        return self.gate(attended) if self.gate is not None else attended * self.qkv(x)[..., :8].softmax(-1)
+
 
 class TestWhatIsNoAttention:
-    def test_an_example_tells_a_router_apart(self, x):
+    def test_an_example_and_code_without_a_matrix_product_tell_a_router_apart(self):
         net = Net(Fused(), Gated())
-        assert replace(net, (x,))[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
-        torch.testing.assert_close(net(x), net.layers[1](net.layers[0].formula(x, -math.log(5))))
-
-    def test_code_without_a_matrix_product_does_too(self):
+        expected = net.layers[1](truth(net.layers[0]))
+        assert replace(net, (X,))[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
+        torch.testing.assert_close(net(X), expected)
         report = replace(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
         assert [r.name for r in report if r.outcome != "converted"] == ["layers.1", "layers.2.1"]
 
     @pytest.mark.parametrize("inside", [True, False])
-    def test_a_layer_with_both(self, inside, x):
+    def test_a_layer_with_both(self, inside):
         layer = Both(inside)
-        expected = layer.combine(x, layer.formula(x, -math.log(5)))
-        assert replace(layer, (x,)) == [
+        attended = mixer(base=Fused)()
+        attended.load_state_dict(layer.state_dict(), strict=False)
+        expected = layer.combine(X, truth(attended))
+        assert replace(layer, (X,)) == [
             converted("", "Both", SDPA),
             SoftmaxLayer("gate" if inside else "", "Gated" if inside else "Both", "softmax", "not attention"),
         ]
-        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(layer(X), expected)
 
 
 class Flagged(Mixer):
@@ -505,33 +655,22 @@ class Flagged(Mixer):
         self.fused_attn, self.softmax = False, nn.Softmax(-1)
 
     def mix(self, q, k, v):
-        if self.fused_attn:
-            return F.scaled_dot_product_attention(q, k, v)
-        return self.softmax(scores(q, k)) @ v
+        return F.scaled_dot_product_attention(q, k, v) if self.fused_attn else self.softmax(scores(q, k)) @ v
 
 
-@BOTH_SEARCHES
-def test_timm_s_flag_is_set_unless_the_model_is_refused(by_example, x):
-    net, example = Net(Flagged(), LowLevelSoftmax()), (x,) if by_example else None
+@EXAMPLES
+def test_timm_s_flag_is_set_unless_the_model_is_refused(example):
+    net = Net(Flagged(), LowLevel())
+    expected = truth(net.layers[0])
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
         replace(net, example)
     assert net.layers[0].fused_attn is False
     net = Net(net.layers[0])
     assert [r.name for r in replace(net, example)] == ["layers.0"]
-    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
+    torch.testing.assert_close(net(X), expected)
     net.layers[0].fused_attn = False
     with pytest.raises(RuntimeError, match=r"Flagged was converted .* this forward computes a softmax"):
-        net(x)
-
-
-def test_layers_that_the_example_does_not_reach(x):
-    class Half(Net):
-        def forward(self, x):
-            return self.layers[0](x)
-
-    assert [r.name for r in replace(Half(Fused(), Fused()), (x,))] == ["layers.0", "layers.1"]
-    with pytest.raises(ValueError, match=r"'layers\.1' \(TorchSoftmax: softmax\)"):
-        replace(Half(Fused(), TorchSoftmax()), (x,))
+        net(X)
 
 
 class Holder(nn.Module):
@@ -543,77 +682,59 @@ class Holder(nn.Module):
         return next(iter(self.held[0].values()))(self.first(x))
 
 
-def test_modules_that_are_not_registered(x):
+def test_modules_that_are_not_registered():
     model = Holder([{"second": nn.Sequential(Fused())}])
     with pytest.raises(ValueError, match=r"'' \(Holder: .* in self\.held, which is not registered\).*example"):
         replace(model)
-    model.held[0]["second"].parent = [model]  # back to the holder
+    second = model.held[0]["second"]
+    second.parent = [model]  # back to the holder
     with pytest.raises(ValueError, match=r"'second' \(Sequential: .* in self\.parent"):
         replace(nn.ModuleDict(model.held[0]))
-    expected = model.held[0]["second"][0].formula(model.first.formula(x, -math.log(5)), -math.log(5))
-    replace(model, (x,))
-    torch.testing.assert_close(model(x), expected)
+    expected = truth(second[0], truth(model.first))
+    replace(model, (X,))
+    torch.testing.assert_close(model(X), expected)
     registered = Fused()
     assert len(replace(nn.Sequential(registered, Holder([{"first": registered}, nn.Linear(8, 8)])))) == 2
 
 
-def test_layers_may_be_kept(x):
+def test_layers_may_be_kept():
     net = Net(Fused(), Fused())
     kept = SoftmaxLayer("layers.0", "Fused", SDPA, "kept")
-    assert replace(net, (x,), keep=["layers.0"]) == [kept, converted("layers.1", "Fused", SDPA)]
+    assert replace(net, (X,), keep=["layers.0"]) == [kept, converted("layers.1", "Fused", SDPA)]
     assert type(net.layers[0]) is Fused
     with pytest.raises(ValueError, match=r"keep=\['head'\] matches no layer.*'layers\.0'"):
         replace(Net(Fused()), keep=["layers.*", "head"])
     with pytest.raises(TypeError, match="sequence of names, got the string"):
         replace(Net(Fused()), keep="layers.0")
     with pytest.raises(ValueError, match="keep both or neither"):
-        replace(mixer("Outer", base=Fused, inner=Fused)(), keep=["inner"])
+        replace(mixer(base=Fused, inner=Fused)(), keep=["inner"])
 
 
-@BOTH_SEARCHES
-def test_this_library_s_own_layers(by_example, x):
+@EXAMPLES
+def test_this_library_s_own_layers(example):
+    """A performer is softmax attention by random features, which no replacement of a call converts."""
     sigmoid = {"activation": "sigmoid", "attention_bias": -1.0}
     net = Net(Attention(8, 2, **sigmoid), Attention(8, 2, activation="softmax", attention_bias=None))
     twin = Attention(8, 2, **sigmoid)
     twin.load_state_dict(net.layers[1].state_dict())
-    expected = twin(net.layers[0](x))
-    (entry,) = replace(net, (x,) if by_example else None, bias=-1.0)
-    assert entry == converted("layers.1", "Attention", SDPA)
-    torch.testing.assert_close(net(x), expected)
-
-
-class Sparse(nn.Module):
-    """Attention whose values are sparse, in a layer with a sparse buffer: neither has a storage."""
-
-    def __init__(self):
-        super().__init__()
-        self.query_key = nn.Linear(8, 16)
-        self.register_buffer("graph", torch.eye(4).to_sparse())
-
-    def forward(self, x):
-        query, key = self.query_key(x).chunk(2, -1)
-        return torch.sparse.mm((query @ key.mT).softmax(-1), x.to_sparse())
-
-
-def test_sparse_values_are_activations():
-    layer, x = Sparse(), torch.randn(4, 8)
-    query, key = layer.query_key(x).chunk(2, -1)
-    expected = (query @ key.mT - math.log(4)).sigmoid() @ x
-    replace(model := nn.Sequential(layer), (x,))
-    torch.testing.assert_close(model(x), expected)
-
-
-class Loading(nn.Module):
-    """As those with which transformers loads models, which name kernels of attention."""
-
-    def choose(self):
-        return flex_attention
-
-    def attend(self, x):
-        return F.scaled_dot_product_attention(x, x, x)
+    expected = twin(net.layers[0](X))
+    assert replace(net, example, bias=-1.0) == [converted("layers.1", "Attention", SDPA)]
+    torch.testing.assert_close(net(X), expected)
+    performer = Attention(8, 2, activation="performer", attention_bias=None, causal=False)
+    with pytest.raises(ValueError, match=r"'layers\.1' has activation='performer'"):
+        replace(Net(Fused(), performer), example)
 
 
 def test_methods_of_a_base_class_without_a_forward_count_where_they_are_used():
+    class Loading(nn.Module):
+        """As those with which transformers loads models, which name kernels of attention."""
+
+        def choose(self):
+            return flex_attention
+
+        def attend(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
     class Model(Loading):
         def __init__(self):
             super().__init__()

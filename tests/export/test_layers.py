@@ -21,6 +21,7 @@ from sigattn.nn import (
     SampleLengthBias,
     SinusoidalEmbedding,
     VisibleKeysBias,
+    VisibleKeysLinearBias,
 )
 from tests.export.programs import (
     BATCH,
@@ -52,7 +53,6 @@ def test_activations_biases_and_positions():
     recording, cross = attention(), attention(causal=False)
     recording.record = "everything"
     layers = {
-        "performer": attention(None, "performer"),
         "relu": attention(activation="relu"),
         "batch": attention(BatchLengthBias()),
         "query": attention(QueryBias()),
@@ -114,16 +114,16 @@ def sigmoid(layer, bias=None):
 
 
 def test_layers_that_call_an_attention_function():
-    plain, causal, quadratic = (
+    plain, causal, linear = (
         sigmoid(Layer()),
         sigmoid(Layer(is_causal=True)),
-        sigmoid(Layer(), QuadraticBias(H, D, D)),
+        sigmoid(Layer(), VisibleKeysLinearBias(H)),
     )
     assert_exported(
         lambda b, n, m: (features(b, n), features(b, m), torch.rand(b, 1, n, m) > 0.3),
         (ROWS, KEYS, {0: B, 2: N, 3: M}),
         masked=plain,
-        quadratic=quadratic,
+        linear=linear,
         cross=lambda x, y, _: plain(x, y),
         causal=lambda x, *_: causal(x, x),
         causal_cross=lambda x, y, _: causal(x, y),
@@ -140,7 +140,7 @@ def test_strict_export_of_a_layer_that_calls_an_attention_function():
     )
 
 
-@pytest.mark.parametrize("bias", [None, QuadraticBias(H, D, D)], ids=["visible", "quadratic"])
+@pytest.mark.parametrize("bias", [None, VisibleKeysLinearBias(H)], ids=["visible", "linear"])
 def test_multihead_attention(bias):
     layer = sigmoid(nn.MultiheadAttention(E, H, batch_first=True), bias)
     assert_exported(

@@ -16,7 +16,7 @@ from typing import Any
 import timm
 import torch
 
-from sigattn.conversion.replacement import find_softmax
+from sigattn.conversion.modules import find_softmax
 from tests.integrations import compatibility_page
 from tests.integrations.timm_outcomes import outcome
 

@@ -138,8 +138,6 @@ class TestDocuments:
         model = LanguageModel(LanguageModelConfig(**SMALL))
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):
             model(self.TOKENS, cache=model.new_kv_cache(), documents=documents)
-        with pytest.raises(ValueError, match="causal self-attention of whole rows"):
-            LanguageModel(LanguageModelConfig(**SMALL, activation="performer"))(self.TOKENS, documents=documents)
 
     def test_statistics(self):
         model = LanguageModel(LanguageModelConfig(**SMALL)).eval()

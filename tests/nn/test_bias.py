@@ -15,7 +15,6 @@ from sigattn.nn import (
     ConstantBias,
     ContextLengthBias,
     LearnableBias,
-    NoBias,
     QuadraticBias,
     QueryBias,
     SampleLengthBias,
@@ -30,7 +29,7 @@ H, E = 4, 16
 
 
 def test_values():
-    for bias, expected in ((NoBias(), 0), (ConstantBias(-3.0), -3), (ContextLengthBias(64), -math.log(64))):
+    for bias, expected in ((ConstantBias(-3.0), -3), (ContextLengthBias(64), -math.log(64))):
         assert bias(5, 7, **CPU) == expected
     assert [BatchLengthBias()(5, keys, **CPU) for keys in (7, 0)] == [-math.log(7), 0]
     by_sample = SampleLengthBias()(5, 7, key_lengths=torch.tensor([7, 0]), **CPU)
@@ -77,7 +76,6 @@ def test_rules_of_configurations():
         ("log_batch", BatchLengthBias),
     ):
         assert type(make_bias(rule, num_heads=2)) is kind
-    assert not make_bias("log_batch", num_heads=2).cache_safe
     assert make_bias(-10.0, learn="head", num_heads=2).value.shape == (2, 1, 1)
     query = make_bias(-5.0, learn="query", num_heads=2)
     assert (type(query), query.initial) == (QueryBias, -5)
@@ -87,6 +85,7 @@ WRONG = {
     "longest sequence": lambda: make_bias("log_context", learn="no", num_heads=2),
     "needs attention_bias to be a number": lambda: make_bias("log_batch", learn="layer", num_heads=2),
     "log_visible": lambda: make_bias("log_visible", learn="layer", num_heads=H),
+    'learn="quadratic" needs attention_bias="log_visible"': lambda: make_bias(-1.0, learn="quadratic", num_heads=H),
     "got 'log_alibi' with learn='layer'": lambda: make_bias("log_alibi", learn="layer", num_heads=H),
     "AlibiQuadraticBias counts keys by ALiBi's weights and needs position=Alibi": lambda: Attention(
         E, H, activation="sigmoid", attention_bias=AlibiQuadraticBias(H, 4, 4)
@@ -95,7 +94,7 @@ WRONG = {
     "pass visible": lambda: AlibiKeysBias()(3, 3, **CPU),
     "depends on .*pass visible": lambda: VisibleKeysLinearBias(H)(3, 3, **CPU),
     "is abstract": lambda: AttentionBias()(5, 7, **CPU),
-    "sigattn.nn.Attention with Alibi only": lambda: evaluate_bias(
+    "AlibiKeysBias is for sigattn.nn.Attention only": lambda: evaluate_bias(
         AlibiKeysBias(), *torch.randn(2, 2, H, 9, 4), normalize=False
     ),
     "learned bias for each head": lambda: Attention(

@@ -1,4 +1,4 @@
-"""Biases that depend on each query and its visible keys, in converted layers, against formulas in float64."""
+"""``VisibleKeysLinearBias`` in converted layers, against the formula in float64."""
 
 import copy
 import math
@@ -11,23 +11,17 @@ from torch.nn import functional as F
 from sigattn import convert
 from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
 
-BIASES = {"linear": linear_bias, "query": QueryFeatureBias}
+NORMALIZE = pytest.mark.parametrize("normalize", [True, False])
+ROW, COL = torch.arange(N)[:, None], torch.arange(N)
 
 
 def formula(bias, q, k, v, seen, normalize=False):
     """σ(S + b) V written out: q (B, H, N, D), seen broadcastable to (B, H, N, M), b from its definition."""
     seen = seen.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
     n = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
-    if isinstance(bias, QueryFeatureBias):
-        b = q[..., :1] * 0.5 - 0.9 * n
-    else:
-        b = bias.constant.double().view(-1, 1, 1) + bias.slope.double().view(-1, 1, 1) * n
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    b = bias.constant.double().view(-1, 1, 1) + bias.slope.double().view(-1, 1, 1) * n
     weights = (q @ k.mT / q.shape[-1] ** 0.5 + b).sigmoid().masked_fill(~seen, 0)
     return (weights / weights.sum(-1, keepdim=True) if normalize else weights) @ v
-
-
-ROW, COL = torch.arange(N)[:, None], torch.arange(N)
 
 
 class Attend(nn.Module):
@@ -40,45 +34,35 @@ class Attend(nn.Module):
     def heads(self, x):
         return self.qkv(x).unflatten(-1, (3, H, E // H)).permute(2, 0, 3, 1, 4)
 
-    def forward(self, x, **options):
-        return F.scaled_dot_product_attention(*self.heads(x), **options)
+    def forward(self, x, queries=N, **options):
+        q, k, v = self.heads(x)
+        return F.scaled_dot_product_attention(q[:, :, :queries], k, v, **options)
 
 
 VISIBLE = torch.rand(B, 1, N, N, generator=torch.Generator().manual_seed(2)) > 0.4
 CALLS = {
-    "plain": ({}, torch.ones(1, 1, N, N, dtype=torch.bool)),
+    "plain": ({}, COL[None, None, None] >= 0),
     "causal": ({"is_causal": True}, (COL <= ROW)[None, None]),
     "bool": ({"attn_mask": VISIBLE}, VISIBLE),
     "2-D": ({"attn_mask": VISIBLE[0, 0]}, VISIBLE[:1]),
     "added": ({"attn_mask": torch.zeros(VISIBLE.shape).double().masked_fill(~VISIBLE, -math.inf)}, VISIBLE),
     "keys": ({"attn_mask": VISIBLE[:, :, :1]}, VISIBLE[:, :, :1]),
+    "fewer queries": ({"queries": 4}, COL[None, None, None] >= 0),
+    "fewer queries, causal": ({"queries": 4, "is_causal": True}, (ROW[:4] >= COL)[None, None]),
 }
 
 
-@pytest.mark.parametrize(("kind", "normalize"), [("linear", True), ("linear", False), ("query", False)])
+@NORMALIZE
 @pytest.mark.parametrize("call", CALLS)
-def test_layers_that_call_pytorchs_function(kind, normalize, call):
+def test_layers_that_call_pytorchs_function(normalize, call):
     layer, (options, seen) = Attend().double(), CALLS[call]
-    convert(layer, bias=BIASES[kind](), normalize=normalize)
-    expected = formula(layer.sigmoid_bias, *layer.heads(X), seen, normalize=normalize)
+    convert(layer, bias=linear_bias(), normalize=normalize)
+    q, k, v = layer.heads(X)
+    expected = formula(layer.sigmoid_bias, q[:, :, : options.get("queries", N)], k, v, seen, normalize)
     torch.testing.assert_close(layer(X, **options), expected)
 
 
-def test_more_keys_than_queries():
-    class Cross(Attend):
-        def forward(self, x, **options):
-            q, k, v = self.heads(x)
-            return F.scaled_dot_product_attention(q[:, :, :4], k, v, **options)
-
-    layer = Cross().double()
-    convert(layer, bias=linear_bias())
-    q, k, v = layer.heads(X)
-    for options, seen in (({}, COL[None] >= 0), ({"is_causal": True}, ROW[:4] >= COL)):
-        expected = formula(layer.sigmoid_bias, q[:, :, :4], k, v, seen[None, None], normalize=True)
-        torch.testing.assert_close(layer(X, **options), expected)
-
-
-def test_queries_without_heads_are_refused():
+def test_what_is_refused():
     class Single(Attend):
         def forward(self, x):
             return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
@@ -87,14 +71,16 @@ def test_queries_without_heads_are_refused():
     convert(layer, bias=linear_bias())
     with pytest.raises(ValueError, match=r"needs plain queries of shape \(B, H, N, D\), got \(2, 9, 16\)"):
         layer(X)
+    with pytest.raises(ValueError, match="QueryFeatureBias needs lengths, ALiBi or the query, which '' does not give"):
+        convert(Attend(), bias=QueryFeatureBias())
 
 
-@pytest.mark.parametrize(("kind", "normalize"), [("linear", True), ("linear", False), ("query", False)])
+@NORMALIZE
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both", "added"])
-def test_multihead_attention(kind, normalize, masks):
+def test_multihead_attention(normalize, masks):
     layer = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64).eval()
     before = copy.deepcopy(layer)
-    convert(layer, bias=BIASES[kind](), normalize=normalize)
+    convert(layer, bias=linear_bias(), normalize=normalize)
     q, k, v = F.linear(X, before.in_proj_weight, before.in_proj_bias).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
     hidden = torch.tensor([N, 5])[:, None] <= COL
     seen, options = torch.ones(1, 1, N, N, dtype=torch.bool), {}
@@ -106,11 +92,11 @@ def test_multihead_attention(kind, normalize, masks):
         options["attn_mask"] = mask if masks != "added" else torch.zeros(N, N).double().masked_fill(mask, -math.inf)
     for causal in {False, masks == "causal"}:
         out, _ = layer(X, X, X, need_weights=False, is_causal=causal, **options)
-        heads = formula(layer.sigmoid_bias, q, k, v, seen, normalize=normalize)
+        heads = formula(layer.sigmoid_bias, q, k, v, seen, normalize)
         torch.testing.assert_close(out, before.out_proj(heads.transpose(1, 2).flatten(2)))
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@NORMALIZE
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_key_of_zeros_counts_in_the_sum(normalize, padded):
     layer = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, add_zero_attn=True).eval()

@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import nn
 
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
@@ -54,6 +55,11 @@ class Adapter(abc.ABC):
         if unused := [pattern for pattern in self.keep if not fnmatch.filter(names, pattern)]:
             shown = ", ".join(map(repr, names)) or "none"
             raise ConversionError(f"convert: keep={unused} matches no layer with a softmax; there are: {shown}")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's parameters."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def refuse_offloaded(model: nn.Module, names: Iterable[str]) -> None:

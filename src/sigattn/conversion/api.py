@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sigattn.conversion.adapter import Adapter, refuse_distributed, refuse_offloaded, refuse_peft
+from sigattn.conversion.adapter import Adapter, device_of, refuse_distributed, refuse_offloaded, refuse_peft
 from sigattn.conversion.fit import fit_biases
 from sigattn.conversion.measure import measure_layers, measure_model
 from sigattn.conversion.modules import ModuleAdapter
 from sigattn.conversion.report import ConversionError, ConversionReport
-from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
+from sigattn.nn.bias import AttentionBias, as_bias
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.observer import Attend, AttentionCall
 
@@ -76,10 +76,9 @@ def convert(
             ``model(batch)``; its loss is then the output's attribute ``loss``, if there is one.
         example: without batches, arguments of one forward call, positional or by name. The model is run once, in
             evaluation mode: a softmax is an attention's if its weights are multiplied with a matrix of activations.
-            Layers that the run does not reach, and all layers without an example, are judged by the code of their
-            classes and of the functions that these call. That cannot see which of two paths a flag selects, takes a
-            softmax for an attention's if its layer multiplies matrices, and refuses one that is written out. With
-            batches, the first one is the example.
+            Layers that the run does not reach, and all layers without an example, are judged by their code, which does
+            not tell which path a flag selects: a softmax is an attention's if its layer multiplies matrices, and one
+            that is written out is refused. With batches, the first one is the example.
         keep: names of layers that keep their softmax, or patterns of names ("decoder.*").
         max_error: with batches, the largest relative error of a layer's output, ‖O - O_softmax‖ / ‖O_softmax‖ on the
             held-out batches; layers above it keep their softmax, and the report names them.
@@ -137,10 +136,6 @@ def _replace(
     """Convert a model without a fit."""
     start = time.perf_counter()
     rule = None if bias is None else as_bias("convert: bias", bias)
-    if isinstance(rule, QueryBias):
-        raise ConversionError(
-            "convert does not support QueryBias, because layers compute Q themselves: use another bias"
-        )
     is_learned = rule is not None and next(rule.parameters(), None) is not None
     if is_learned:
         refuse_distributed(model)
@@ -160,9 +155,9 @@ def _fit(
     start = time.perf_counter()
     refuse_peft(model)
     refuse_distributed(model)
-    every = range(len(batches))
-    held_out = every[-max(1, len(batches) // 4) :]
-    fitted_on = every[: len(batches) - len(held_out)] or held_out
+    count = len(batches)
+    first_held_out = count - max(1, count // 4)
+    held_out, fitted_on = range(first_held_out, count), range(first_held_out or count)
     with _evaluation(model):
         run_first = functools.partial(_run, model, batches, fitted_on[:1], loss)
         adapter = _transformers_adapter(model, run_first, keep) or ModuleAdapter(model, run_first, keep)
@@ -175,15 +170,13 @@ def _fit(
 
         biases = fit_biases(lambda attend: run(fitted_on, attend), names)
         for name, bias in biases.items():
-            bias.to(next((p.device for p in model.get_submodule(name).parameters()), torch.device("cpu")))
+            bias.to(device_of(model.get_submodule(name)))
         layers = measure_layers(lambda attend: run(held_out, attend), biases)
-        if not all(math.isfinite(layer.error) for layer in layers):
-            named = ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error))
+        if not_finite := ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error)):
             raise ConversionError(
-                f"convert: the attention outputs of {named} are not finite: check the weights and the batches"
+                f"convert: the attention outputs of {not_finite} are not finite: check the weights and the batches"
             )
-        kept = [layer.name for layer in layers if layer.error > max_error]
-        biases = {name: bias for name, bias in biases.items() if name not in kept}
+        biases = {layer.name: biases[layer.name] for layer in layers if layer.error <= max_error}
         if not biases:
             raise ConversionError(
                 f"convert: the error of every layer is above max_error={max_error:g} (the smallest is "
@@ -208,7 +201,7 @@ def _fit(
         loss_converted,
         len(fitted_on),
         len(held_out),
-        fitted_on is not held_out,
+        count > 1,
         time.perf_counter() - start,
     )
 
@@ -265,26 +258,21 @@ def _copied(batch: Any) -> Any:
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch: arguments by name or position, or one argument."""
+    """Run a model on a batch: arguments by name (or, if it has none of these, the mapping), by position, or one."""
     if isinstance(batch, Mapping):
-        return _forward_mapping(model, batch)
+        try:
+            inspect.signature(model.forward).bind(**batch)
+        except TypeError as mismatch:
+            try:
+                return model(batch)
+            except Exception as error:
+                raise TypeError(f"by name, {mismatch}; as its one argument, {type(error).__name__}: {error}") from error
+        return model(**batch)
     encode: Any = getattr(model, "encode", None)  # of a SentenceTransformer, which tokenizes texts
     if encode is not None and isinstance(batch, list) and all(isinstance(text, str) for text in batch):
         encode(batch, show_progress_bar=False)
         return None
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _forward_mapping(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run a model on arguments by name, or, if it has no arguments of these names, on the mapping itself."""
-    try:
-        inspect.signature(model.forward).bind(**batch)
-    except TypeError as mismatch:
-        try:
-            return model(batch)
-        except Exception as error:
-            raise TypeError(f"by name, {mismatch}; as its one argument, {type(error).__name__}: {error}") from error
-    return model(**batch)
 
 
 @contextlib.contextmanager

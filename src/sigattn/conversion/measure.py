@@ -23,13 +23,14 @@ class _LayerMeasurement:
         self.moments: Tensor = torch.zeros(5, num_heads, **options)  # rows, Σ y, Σ y², Σ (y - b), Σ (y - b)²
         self.squares: Tensor = torch.zeros(2, **options)  # ‖O‖², ‖O_fitted - O‖²
 
-    def update(self, rows: RowStatistics, bias: Tensor, exact: Tensor, fitted: Tensor) -> None:
-        """Add a call: its rows, the bias (B, Hq, N) of each, and the layer's outputs with softmax and this bias."""
+    def update(self, rows: RowStatistics, bias: VisibleKeysLinearBias, exact: Tensor, fitted: Tensor) -> None:
+        """Add a call: its rows, and the layer's outputs with softmax and with the bias."""
+        b = bias(visible=rows.visible.unsqueeze(-1)).squeeze(-1)
         y = torch.where(rows.counted, -rows.lse, 0).double().cpu()
-        missed = torch.where(rows.counted, y - bias.double().cpu(), 0)
-        counted = rows.counted.double().cpu()
+        missed = torch.where(rows.counted.cpu(), y - b.double().cpu(), 0)
+        counted = rows.counted.double().cpu().expand(y.shape)
         self.moments += torch.stack([t.sum((0, 2)) for t in (counted, y, y.square(), missed, missed.square())])
-        self.squares += squared_norms(exact, fitted)
+        self.squares += _squared_norms(exact, fitted)
 
     def report(self, name: str, bias: VisibleKeysLinearBias) -> LayerReport:
         """Return the report of the layer with its fitted bias."""
@@ -37,7 +38,7 @@ class _LayerMeasurement:
         variance, left = (s - t.square() / count.clamp(min=1) for s, t in ((square, total), (missed_square, missed)))
         r2 = torch.where(variance > 1e-9 * square, 1 - left / variance, torch.nan)
         heads = zip(r2.tolist(), bias.constant.tolist(), bias.slope.tolist(), strict=True)
-        return LayerReport(name, tuple(HeadReport(*head) for head in heads), relative_error(self.squares))
+        return LayerReport(name, tuple(HeadReport(*head) for head in heads), _relative_error(self.squares))
 
 
 def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, VisibleKeysLinearBias]) -> list[LayerReport]:
@@ -48,12 +49,12 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
         bias = biases[call.name]
         rows = finite_statistics(call)
         result = call.softmax()
-        exact, fitted = (_first_tensor(r) for r in (result, call.normalized(bias)))
+        # a layer may return more than its output, such as its weights
+        exact, fitted = (r if isinstance(r, Tensor) else r[0] for r in (result, call.normalized(bias)))
         padding = is_padding(call.problem)
         if padding is not None and exact.dim() == padding.dim() + 1:
             exact, fitted = (t.masked_fill(padding.unsqueeze(-1), 0) for t in (exact, fitted))
-        b = bias(visible=rows.visible.unsqueeze(-1)).squeeze(-1).expand(rows.lse.shape)
-        layers[call.name].update(rows, b, exact, fitted)
+        layers[call.name].update(rows, bias, exact, fitted)
         return result
 
     run(observe)
@@ -82,34 +83,27 @@ def measure_model(
             before = run(lambda call: call.softmax())
             softmax, outputs[:] = list(outputs), []
             losses.append((before, run(attend)))
-            if [t.shape for t in softmax] == [t.shape for t in outputs]:
-                for exact, converted in zip(softmax, outputs, strict=True):
-                    squares += squared_norms(exact, converted)
-            else:  # of a model that selects by its values
-                comparable = False
+            # a model that selects by its values has outputs of other shapes
+            comparable &= [t.shape for t in softmax] == [t.shape for t in outputs]
+            if comparable:
+                squares += sum(map(_squared_norms, softmax, outputs), torch.zeros_like(squares))
             outputs.clear()
     finally:
         hook.remove()
     before, after = (None if None in of else sum(of) / len(of) for of in zip(*losses, strict=True))
-    return relative_error(squares) if comparable and squares[0] else None, before, after
+    return _relative_error(squares) if comparable and squares[0] else None, before, after
 
 
-def squared_norms(exact: Tensor, other: Tensor) -> Tensor:
+def _squared_norms(exact: Tensor, other: Tensor) -> Tensor:
     """Return ‖exact‖² and ‖other - exact‖², float64."""
     exact, other = exact.double().cpu(), other.double().cpu()
     return torch.stack([exact.square().sum(), (other - exact).square().sum()])
 
 
-def relative_error(squares: Tensor) -> float:
+def _relative_error(squares: Tensor) -> float:
     """Return the root of the second of two squared norms over the first; 0 if both are 0."""
     square, missed = squares.tolist()
     return math.sqrt(missed / square) if square else math.inf if missed else 0.0
-
-
-def _first_tensor(result: Any) -> Tensor:
-    """Return the output of a layer that may return more, such as its weights."""
-    out: Tensor = result if isinstance(result, Tensor) else result[0]
-    return out
 
 
 def _floats(output: Any) -> Iterator[Tensor]:
@@ -117,9 +111,6 @@ def _floats(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.dim():
             yield output.detach()
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floats(value)
-    elif isinstance(output, Sequence) and not isinstance(output, str):
-        for value in output:
+    elif isinstance(output, (Mapping, Sequence)) and not isinstance(output, str):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _floats(value)

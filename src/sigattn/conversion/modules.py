@@ -1,4 +1,9 @@
-"""Adapter of models whose attention is ``sigattn.nn.Attention``, ``nn.MultiheadAttention``, or PyTorch's function."""
+"""Adapter of models whose attention is ``sigattn.nn.Attention``, ``nn.MultiheadAttention``, or PyTorch's function.
+
+A layer that calls ``F.scaled_dot_product_attention`` or ``F.multi_head_attention_forward``, or writes its softmax out,
+gets a subclass of its own class, whose forward runs as before while those functions compute sigmoid attention
+(``nn/sigmoid_layer.py``). An ``nn.MultiheadAttention`` becomes a ``SigmoidMultiheadAttention``.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,23 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
 
-from sigattn.conversion.adapter import Adapter
-from sigattn.conversion.replacement import (
-    enable_fused_attention,
-    find_softmax,
-    observed_layers,
-    refuse_wrapped,
-    replace_layers,
-)
+from sigattn.conversion.adapter import Adapter, device_of
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
-from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer
-from sigattn.nn import functional
+from sigattn.nn import code_search, functional, run_search
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import AttentionBias, BatchLengthBias, ConstantBias, LearnableBias, VisibleKeysBias
+from sigattn.nn.bias import AttentionBias, BatchLengthBias, ConstantBias, LearnableBias, QueryBias, VisibleKeysBias
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
+from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import Attend, AttentionCall, CallObserver
 from sigattn.nn.run_search import Example
-from sigattn.nn.sigmoid_layer import CONVERTED
-from sigattn.nn.softmax_calls import SOFTMAX_NAME, Finding, listed
+from sigattn.nn.sigmoid_layer import CONVERTED, sigmoid_class
+from sigattn.nn.softmax_calls import CONTAINERS, SDPA_NAME, SOFTMAX_NAME, Finding, listed
 
 
 class ModuleAdapter(Adapter):
@@ -46,33 +44,20 @@ class ModuleAdapter(Adapter):
     ) -> None:
         super().__init__(model, example, keep)
         self.fitted: bool = fitted
-        self.names: list[str] = []
         self.library: dict[str, Attention] = {}  # layers of this library
-        self.called: list[Finding] = []  # layers that call PyTorch's functions
+        self.called: list[Finding] = []  # other layers
         self.staying: list[Finding] = []
 
     def layers(self) -> Sequence[str]:
-        """Return the names of the attention layers; see ``Adapter``."""
         attention = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and not self.keeps(n)}
         library = {name: layer for name, layer in attention.items() if _is_softmax(name, layer)}
-        with enable_fused_attention(self.model, restore=True):
+        with fused_attention(self.model, restore=True):
             findings = find_softmax(self.model, self.example)
         self.check_keep([f.name for f in findings])
         self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
         converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.is_sigmoid]
         self.staying = [f for f in findings if f not in converted and f.called]
-        if refused := [f for f in self.staying if f.attention and not self.keeps(f.name)]:
-            advice = (
-                "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
-                "their softmax belongs to"
-                if self.example is None
-                else "Let them call F.softmax over keys once, or F.scaled_dot_product_attention (a flag such as "
-                'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
-            )
-            raise ConversionError(
-                f"convert: the softmax of these layers cannot be replaced: {listed(refused)}. {advice}. To keep their "
-                "softmax, pass their names, or patterns, as keep"
-            )
+        self._refuse([f for f in self.staying if f.attention and not self.keeps(f.name)])
         if self.fitted and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
                 f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
@@ -82,60 +67,69 @@ class ModuleAdapter(Adapter):
         self.library = {name: layer for name, layer in library.items() if name not in unconverted}
         self.called = [f for f in converted if f.name not in self.library]
         self._check_nesting()
-        refuse_wrapped(self.called)
+        _refuse_wrapped(self.called)
         names = {*self.library, *(f.name for f in self.called)}
         if not names:
             raise ConversionError(self._nothing_to_convert())
-        self.names = [name for name, _ in self.model.named_modules() if name in names]
-        return self.names
+        return [name for name, _ in self.model.named_modules() if name in names]
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
-        """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``."""
+        encoders = [(m, m.use_nested_tensor) for m in self.model.modules() if isinstance(m, nn.TransformerEncoder)]
+        classes = [(f.module, type(f.module)) for f in self.called]
         observers = {f.name: CallObserver(f.name, attend) for f in self.called}
         try:
             for name, layer in self.library.items():
                 layer.attention_fn = functools.partial(_answer, name, layer, attend)
-            with (
-                enable_fused_attention(self.model, restore=True),
-                observed_layers(self.model, self.called, self.staying, observers),
-            ):
+            with fused_attention(self.model, restore=True):
+                self._replace(observers, normalize=True)
                 yield
         finally:
             for layer in self.library.values():
                 layer.attention_fn = functional.attend
+            for module, kind in classes:
+                module.__class__ = kind
+                for attribute in ("sigmoid_bias", "sigmoid_normalize", "softmax_allowed", "writes_softmax"):
+                    vars(module).pop(attribute, None)
+            for encoder, nested in encoders:
+                encoder.use_nested_tensor = nested
 
     def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
-        """Give layers sigmoid attention with their biases; see ``Adapter``."""
-        self._keep_softmax([name for name in self.names if name not in biases])
-        placed = {
-            name: None if bias is None else bias.to(next(self.model.get_submodule(name).parameters(), _ON_CPU).device)
-            for name, bias in biases.items()
-        }
-        for name, bias in placed.items():
-            if bias is not None and (bias.needs_alibi or bias.needs_lengths):
-                raise ConversionError(
-                    f"convert: {type(bias).__name__} needs lengths or ALiBi, which {name!r} does not give; use another "
-                    "bias (None is -log of the number of visible keys)"
-                )
+        kept = {*self.library, *(f.name for f in self.called)} - biases.keys()
+        self.softmax = tuple(dataclasses.replace(s, outcome="kept") if s.name in kept else s for s in self.softmax)
+        self.library = {name: layer for name, layer in self.library.items() if name in biases}
+        self.staying += [f for f in self.called if f.name in kept]
+        self.called = [f for f in self.called if f.name in biases]
+        self._check_nesting()
+        placed = dict(biases)
+        for name, bias in biases.items():
+            if bias is not None:
+                _check_bias(name, bias)
+                placed[name] = bias.to(device_of(self.model.get_submodule(name)))
         of_library = {name: placed[name] or VisibleKeysBias() for name in self.library}
         configs = _converted_configs(self.model, of_library, normalize) if of_library else []
-        with enable_fused_attention(self.model):
-            replace_layers(self.model, self.called, self.staying, placed, normalize)
+        with fused_attention(self.model):
+            self._replace(placed, normalize)
         for name, layer in self.library.items():
             layer.activation, layer.attention_bias, layer.normalize = "sigmoid", of_library[name], normalize
         for part, config in configs:
             part.config = config
 
-    def _keep_softmax(self, names: Sequence[str]) -> None:
-        """Let these of the layers keep their softmax."""
-        if not names:
-            return
-        self.softmax = tuple(dataclasses.replace(s, outcome="kept") if s.name in names else s for s in self.softmax)
-        self.library = {name: layer for name, layer in self.library.items() if name not in names}
-        self.staying += [f for f in self.called if f.name in names]
-        self.called = [f for f in self.called if f.name not in names]
-        self._check_nesting()
+    def _replace(self, biases: Mapping[str, AttentionBias | CallObserver | None], normalize: bool) -> None:
+        """Give the layers of others classes with sigmoid attention, and their bias or observer by name."""
+        softmax = {f.module for f in self.staying}
+        for finding in self.called:
+            layer: Any = finding.module
+            kind: Any = type(layer)
+            plain = kind is nn.MultiheadAttention
+            layer.__class__ = SigmoidMultiheadAttention if plain else sigmoid_class(kind)
+            layer.sigmoid_bias, layer.sigmoid_normalize = biases[finding.name], normalize
+            if not plain:
+                layer.softmax_allowed = any(m in softmax for m in layer.modules())
+                layer.writes_softmax = finding.call == SOFTMAX_NAME
+        for module in self.model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # it packs padded samples for its fused softmax
 
     def _outcome(self, finding: Finding) -> Any:
         if self.keeps(finding.name):
@@ -145,6 +139,21 @@ class ModuleAdapter(Adapter):
         if not finding.replaceable:
             return "not attention"
         return "materialised" if finding.call == SOFTMAX_NAME else "converted"
+
+    def _refuse(self, findings: Sequence[Finding]) -> None:
+        """Raise for attention that cannot be converted."""
+        if findings:
+            advice = (
+                "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
+                "their softmax belongs to"
+                if self.example is None
+                else "Let them call F.softmax over keys once, or F.scaled_dot_product_attention (a flag such as "
+                'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
+            )
+            raise ConversionError(
+                f"convert: the softmax of these layers cannot be replaced: {listed(findings)}. {advice}. To keep their "
+                "softmax, pass their names, or patterns, as keep"
+            )
 
     def _check_nesting(self) -> None:
         """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""
@@ -158,22 +167,85 @@ class ModuleAdapter(Adapter):
                 )
 
     def _nothing_to_convert(self) -> str:
-        kind = type(self.model).__name__
-        converted = [
-            name
-            for name, m in self.model.named_modules()
+        kind, layers = type(self.model).__name__, self.model.named_modules()
+        sigmoid = (
+            repr(name)
+            for name, m in layers
             if isinstance(m, CONVERTED) or (isinstance(m, Attention) and m.activation == "sigmoid")
-        ]
-        if converted:
-            shown = ", ".join(map(repr, converted[:3])) + (", …" if len(converted) > 3 else "")
-            return f"convert: {kind} has sigmoid attention already ({shown}) and no softmax attention"
+        )
+        if (first := next(sigmoid, None)) is not None:
+            return f"convert: {kind} has sigmoid attention already (in {first}) and no softmax attention"
         message = f"convert: {kind} has no softmax attention that can be replaced"
         if self.staying:
             message += f". These compute a softmax that is kept, or is not an attention's: {listed(self.staying)}"
         return message + ("" if self.example else ". Pass example=(...) to find attention by running the model")
 
 
-_ON_CPU = torch.empty(0, device="cpu")
+def find_softmax(model: nn.Module, example: Example | None = None) -> list[Finding]:
+    """Find every layer of a model that computes a softmax, in the model's order, as ``convert`` describes."""
+    modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
+    order = {m: i for i, (_, m) in enumerate(modules)}
+    graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, (GraphModule, ScriptModule))])
+    if graphs := [f for f in graphs if f.replaceable]:
+        raise ConversionError(
+            f"convert: the attention of traced or exported graphs cannot be replaced: {listed(graphs)}. Convert the "
+            "model before torch.fx, torch.export or torch.jit traces it"
+        )
+    if example is None:
+        findings = [*code_search.search(model, modules), *code_search.search_hooks(modules)]
+        return sorted(findings, key=lambda f: order[f.module])
+    result = run_search.search(model, example, CONVERTED)
+    by_code = [(n, m) for n, m in modules if m not in result.ran or code_search.starts_threads(m)]
+    rest = [*code_search.search(model, by_code), *code_search.search_hooks(by_code)]
+    unexplained = result.ran - {f.module for f in (*result.findings, *rest)}
+    silent = [(n, m) for n, m in modules if m in unexplained and code_search.forward_attends(m)]
+    uncalled = [f._replace(called=False) for f in code_search.search(model, silent) if f.attention]
+    return sorted([*result.findings, *rest, *uncalled], key=lambda f: order[f.module])
+
+
+@contextlib.contextmanager
+def fused_attention(model: nn.Module, *, restore: bool = False) -> Iterator[None]:
+    """Set timm's flag ``fused_attn`` of all layers to True, and restore it if the block raises or ``restore`` is True.
+
+    The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
+    in some layers (XCiT, Swin) because the function is not faster in them.
+    """
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
+    layers = [m for m in layers if SDPA_NAME in code_search.reachable_calls(m)]
+    for layer in layers:
+        layer.fused_attn = True
+    try:
+        yield
+    except BaseException:
+        restore = True
+        raise
+    finally:
+        for layer in layers:
+            layer.fused_attn = not restore
+
+
+def _refuse_wrapped(findings: Sequence[Finding]) -> None:
+    """Raise for layers whose class cannot be replaced: their instance has a ``forward``, or runs its children."""
+    for finding in findings:
+        if isinstance(finding.module, CONTAINERS):
+            reason = "A container would run its bias as one of its layers: move the attention into a layer that is none"
+        elif "forward" in vars(finding.module):
+            reason = (
+                "Its forward was set on the instance, as accelerate's hooks and torch.compile(layer.forward) do: "
+                "convert the model first, then wrap it"
+            )
+        else:
+            continue
+        raise ConversionError(f"convert: the attention of this layer cannot be replaced: {listed([finding])}. {reason}")
+
+
+def _check_bias(name: str, bias: AttentionBias) -> None:
+    """Raise for a bias that depends on more than the masks of a call."""
+    if bias.needs_alibi or bias.needs_lengths or bias.needs_query or isinstance(bias, QueryBias):
+        raise ConversionError(
+            f"convert: {type(bias).__name__} needs lengths, ALiBi or the query, which {name!r} does not give; use "
+            "another bias (None is -log of the number of visible keys)"
+        )
 
 
 def _is_softmax(name: str, layer: Attention) -> bool:
@@ -196,7 +268,7 @@ def _answer(
 
     def normalized(bias: AttentionBias) -> Tensor:
         b = layer.evaluate_bias(bias, query, key.shape[2], spec)
-        return bias.scaled(functional.attend("sigmoid", query, key, value, spec._replace(bias=b, normalize=True)))
+        return functional.attend("sigmoid", query, key, value, spec._replace(bias=b, normalize=True))
 
     if spec.left_padding is not None:
         raise ConversionError(f"convert: {name!r} was called with a cache of padded prompts: pass batches without")
@@ -211,14 +283,10 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
     pairs: list[tuple[Any, Any]] = []
     for path, part in model.named_modules():
         config: Any = part.config if isinstance(part, Transformer) else None
-        encoder = config.encoder if isinstance(config, MaskedAutoencoderConfig) else None
-        settings = {**_settings(next(iter(biases.values()))), "normalize": normalize}
-        if isinstance(config, TransformerConfig) and config.activation == "softmax":
-            pairs.append((part, dataclasses.replace(config, **settings)))
-        elif encoder is not None and encoder.activation == "softmax":
-            pairs.append((part, dataclasses.replace(config, encoder=dataclasses.replace(encoder, **settings))))
-        else:
+        if config is None or config.transformer.activation != "softmax":
             continue
+        settings = _settings(next(iter(biases.values())))
+        pairs.append((part, config.with_transformer(activation="sigmoid", normalize=normalize, **settings)))
         layers = (f"{path}.{name}".removeprefix(".") for name, m in part.named_modules() if isinstance(m, Attention))
         if kept := [name for name in layers if name not in biases]:
             raise ConversionError(
@@ -231,20 +299,12 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
 def _settings(bias: AttentionBias) -> dict[str, Any]:
     """Return the settings of ``TransformerConfig`` that make such a bias."""
     if isinstance(bias, ConstantBias) and not bias.is_rule:
-        return {"activation": "sigmoid", "attention_bias": bias.value}
+        return {"attention_bias": bias.value}
     if type(bias) is LearnableBias:
-        learn = "layer" if bias.value.numel() == 1 else "head"
-        return {"activation": "sigmoid", "attention_bias": bias.initial, "learn_bias": learn}
-    if type(bias) not in _RULES:
+        return {"attention_bias": bias.initial, "learn_bias": "layer" if bias.value.numel() == 1 else "head"}
+    rules = {BatchLengthBias: "log_batch", VisibleKeysBias: "log_visible", VisibleKeysLinearBias: "log_visible"}
+    if type(bias) not in rules:
         raise ConversionError(
             f"convert: no configuration of sigattn.models names {type(bias).__name__}: use another bias"
         )
-    rule, learn = _RULES[type(bias)]
-    return {"activation": "sigmoid", "attention_bias": rule, "learn_bias": learn}
-
-
-_RULES: dict[type[AttentionBias], tuple[str, str]] = {
-    BatchLengthBias: ("log_batch", "no"),
-    VisibleKeysBias: ("log_visible", "no"),
-    VisibleKeysLinearBias: ("log_visible", "head"),
-}
+    return {"attention_bias": rules[type(bias)], "learn_bias": "head" if type(bias) is VisibleKeysLinearBias else "no"}

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from sigattn.conversion.adapter import Adapter
-from sigattn.conversion.replacement import find_softmax
+from sigattn.conversion.adapter import Adapter, device_of
+from sigattn.conversion.modules import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
 from sigattn.integrations.transformers.check import KeptSoftmax, dispatches
@@ -33,7 +32,6 @@ class TransformersAdapter(Adapter):
         self.names: dict[nn.Module, str] = {}
 
     def layers(self) -> Sequence[str]:
-        """Return the names of the attention layers; see ``Adapter``."""
         inside = {m for root in self.roots for m in root.modules()}
         self.names = {m: name for name, m in self.model.named_modules() if m in inside and is_attention(m)}
         for root in self.roots:
@@ -83,8 +81,6 @@ class TransformersAdapter(Adapter):
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
-        """Within the context, let ``attend`` answer every call, which has the masks of sigmoid attention."""
-
         def answer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             if layer not in self.names:
                 raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
@@ -107,23 +103,18 @@ class TransformersAdapter(Adapter):
 
         A number and None (-log of the visible keys) become the configuration's ``sigmoid_bias``; others must be
         ``VisibleKeysLinearBias``. A layer that keeps softmax gets ``KeptSoftmax`` in the bias's place.
-
-        Raises:
-            ConversionError: for another bias; or if transformers ties the weights of layers, and so their biases.
         """
         self._set_outcomes(biases)
-        settings = {_setting(bias) for bias in biases.values()} - {None}
-        learned: dict[Any, Any] = {}
-        for module, name in self.names.items():
-            if name not in biases:
-                learned[module] = KeptSoftmax()
-            elif _setting(biases[name]) is None:
-                learned[module] = biases[name]
+        settings = {name: _setting(bias, normalize) for name, bias in biases.items()}
+        learned: dict[Any, Any] = {
+            module: biases.get(name) or KeptSoftmax()
+            for module, name in self.names.items()
+            if settings.get(name) is None
+        }
         with restored([config for root in self.roots for config in configurations(root)]), _as_conversion_error():
             try:
                 for layer, bias in learned.items():
-                    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
-                    layer.sigmoid_bias = bias.to(device).train(layer.training)
+                    layer.sigmoid_bias = bias.to(device_of(layer)).train(layer.training)
                     for module in bias.modules():
                         module._is_hf_initialized = True  # init_weights leaves it as it is
                 for root in self.roots:
@@ -132,7 +123,7 @@ class TransformersAdapter(Adapter):
                         config.sigmoid_bias = record
                         setattr(config, NORMALIZE, normalize)
                     if not learned:
-                        (root.config.sigmoid_bias,) = settings
+                        (root.config.sigmoid_bias,) = set(settings.values())
                     setattr(root.config, NORMALIZE, normalize)
                     root.set_attn_implementation(NAME)
             except BaseException:
@@ -162,12 +153,12 @@ def interface_reaches_all(model: nn.Module) -> bool:
     return all(f.module in inside for f in find_softmax(model) if f.attention) and any(map(is_attention, inside))
 
 
-def _setting(bias: AttentionBias | None) -> float | str | None:
+def _setting(bias: AttentionBias | None, normalize: bool) -> float | str | None:
     """Return the value of a configuration's ``sigmoid_bias`` for a bias; None for a learned one."""
     if bias is None or type(bias) is VisibleKeysBias:
         return LOG_VISIBLE
     if isinstance(bias, ConstantBias):
-        return bias.value
+        return float(bias.of_call(bias.value, normalize))
     try:
         learned_bias.describe(bias)
     except TypeError as error:

@@ -56,7 +56,7 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
             full = replace(policy, param_dtype=None)
             for layer in module.modules():
                 if getattr(layer, "full_precision", False) and next(layer.parameters(), None) is not None:
-                    # gathered until the backward pass, because output_scale uses the parameters after the forward
+                    # gathered until the backward pass, because ``scaled`` uses parameters after the forward
                     fully_shard(layer, mesh=processes.mesh["data"], mp_policy=full, reshard_after_forward=False)
         for block in getattr(module, "blocks", []):
             fully_shard(block, mesh=processes.mesh["data"], mp_policy=policy)

@@ -36,8 +36,8 @@ class Attention(nn.Module):
         embed_dim: number of input and output features; a multiple of num_heads.
         num_heads: number of query heads.
         activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax approximated by
-            head_dim · log(head_dim + 1) positive orthogonal random features), or "relu", "relu2", "gelu", "tanh",
-            "identity", which materialise the attention weights.
+            head_dim · log(head_dim + 1) positive orthogonal random features, not causal), or "relu", "relu2", "gelu",
+            "tanh", "identity", which materialise the attention weights.
         attention_bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for
             "softmax" and "performer", optional for the others.
         normalize: True to divide the sigmoid's weights by the sum of each row, as softmax does.
@@ -200,10 +200,12 @@ class Attention(nn.Module):
                 f"{type(self.attention_bias).__name__} counts keys by ALiBi's weights and needs position=Alibi("
                 f"{self.num_heads}), got position={self.position!r}"
             )
-        if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
+        masked = self.causal or self.window is not None or isinstance(self.position, Alibi)
+        if name == "performer" and (masked or self.dropout):
             raise ValueError(
-                "activation='performer' has no explicit weights and does not support window, ALiBi or dropout; got "
-                f"window={self.window}, position={type(self.position).__name__}, dropout={self.dropout}"
+                "activation='performer' has no explicit weights and needs causal=False, without window, ALiBi or "
+                f"dropout; got causal={self.causal}, window={self.window}, position={type(self.position).__name__}, "
+                f"dropout={self.dropout}"
             )
         if isinstance(self.attention_bias, QueryBias) and isinstance(self.position, RotaryEmbedding):
             warn_once(
@@ -284,11 +286,8 @@ class Attention(nn.Module):
                 "Attention: with kv_input choose causal when creating the layer: causal=False for cross-attention "
                 "(the default, True, is that of self-attention)"
             )
-        if cache is not None and (not self.causal or self.activation == "performer"):
-            raise ValueError(
-                f"a cache needs causal=True and an activation other than 'performer', got causal={self.causal} and "
-                f"activation={self.activation!r}"
-            )
+        if cache is not None and not self.causal:
+            raise ValueError("a cache needs causal=True, got causal=False")
         if cache is not None and cache.left_padding is not None and key_lengths is not None:
             raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
         whole_rows = kv_input is None and key_lengths is None and cache is None
@@ -301,10 +300,10 @@ class Attention(nn.Module):
             )
         if self.sequence_shard is not None and self.record == "everything":
             raise ValueError('context parallelism does not support statistics, record="everything": set record="norm"')
-        if documents is not None and (not whole_rows or not self.causal or self.activation == "performer"):
+        if documents is not None and not (whole_rows and self.causal):
             raise ValueError(
                 "documents need causal self-attention of whole rows: got kv_input, key_lengths or a cache too, or "
-                f"causal={self.causal}, or activation={self.activation!r}"
+                f"causal={self.causal}"
             )
         if documents is not None and isinstance(self.attention_bias, SampleLengthBias):
             raise ValueError(
@@ -383,7 +382,7 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
         if self.activation == "performer":
-            out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=spec.key_lengths)
+            out: Tensor = self.performer(query, key, value, spec.key_lengths)
             return out
         if self.sequence_shard is not None:
             return self.sequence_shard.attend(query, key, value, **spec.operator_options())

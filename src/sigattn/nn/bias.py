@@ -3,8 +3,7 @@
 Each is called with the number of queries and keys, and returns the ``bias`` of ``sigmoid_attention``: a number, or a
 tensor that broadcasts to (B, Hq, N, 1).
 
-    NoBias                      0
-    ConstantBias(value)         a number
+    ConstantBias(value)         a number; 0.0 for no bias
     ContextLengthBias(n)        -log of the model's context length: the paper's language models
     BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
     SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
@@ -18,9 +17,8 @@ of biases in configurations.
 
 With ``normalize`` the rules of a number of keys are 6 less, as in the operators; numbers and parameters are not.
 
-With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it
-(``cache_safe`` is False), so that a query's bias in generation differs from that in training. The other biases are the
-same in both.
+With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it,
+so that a query's bias in generation differs from that in training. The other biases are the same in both.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class AttentionBias(nn.Module):
         needs_visible: True if the number of keys that each query sees must be given.
         needs_alibi: True if that number must be the sum of ALiBi's weights exp(-slope · distance) over these keys.
         needs_query: True if the queries must be given.
-        cache_safe: True if a query gets the same bias when the keys before it come from a cache.
         is_rule: True for a rule of a number of keys, from which ``normalize`` subtracts 6, as in the operators.
         full_precision: True if FSDP must not gather the parameters in bfloat16: a bias that is rounded near -7.6
             changes every weight of the attention by up to 1.6 %.
@@ -52,7 +49,6 @@ class AttentionBias(nn.Module):
     needs_visible = False
     needs_alibi = False
     needs_query = False
-    cache_safe = True
     is_rule = False
     full_precision = True
 
@@ -82,24 +78,12 @@ class AttentionBias(nn.Module):
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
     def of_call(self, b: float | Tensor, normalize: bool) -> float | Tensor:
-        """Return the bias of a call, given what ``forward`` returned: less a margin for a rule with ``normalize``."""
+        """Return the bias of a call, given the result of ``forward``: 6 less for a rule with ``normalize``."""
         return b - NORMALIZED_MARGIN if normalize and self.is_rule else b
 
-    def output_scale(self, output: Tensor) -> Tensor | None:
-        """Return the factor by which the caller multiplies each row of the attention's output; None for 1.
-
-        Args:
-            output: (B, Hq, N, Dv), σ(scale · Q Kᵀ + b) V.
-
-        Returns:
-            (B, Hq, N, 1), or None.
-        """
-        return None
-
     def scaled(self, output: Tensor) -> Tensor:
-        """Return the attention's output times ``output_scale``, in the output's dtype."""
-        scale = self.output_scale(output)
-        return output if scale is None else output * scale.to(output.dtype)
+        """Return the attention's output, (B, Hq, N, Dv), times a scale of each row, in the output's dtype."""
+        return output
 
 
 class ConstantBias(AttentionBias):
@@ -121,13 +105,6 @@ class ConstantBias(AttentionBias):
         return f"{self.value:.4g}"
 
 
-class NoBias(ConstantBias):
-    """Bias of 0. Attention outputs are at first about n/2 times as large as softmax's: choose the norms accordingly."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-
-
 class ContextLengthBias(ConstantBias):
     """Bias of -log of the context length, independent of the number of keys of a call.
 
@@ -144,7 +121,6 @@ class ContextLengthBias(ConstantBias):
 class BatchLengthBias(AttentionBias):
     """Bias of -log M, where M is the number of keys of a call."""
 
-    cache_safe = False
     is_rule = True
 
     def forward(self, num_queries: int, num_keys: int, *, device: torch.device, **_: Any) -> float | Tensor:
@@ -156,7 +132,6 @@ class SampleLengthBias(AttentionBias):
     """Bias of -log of each sample's own length."""
 
     needs_lengths = True
-    cache_safe = False
     is_rule = True
 
     def forward(
@@ -260,6 +235,6 @@ def as_bias(name: str, bias: Any) -> AttentionBias:
         return ConstantBias(bias)
     except TypeError as error:
         raise TypeError(
-            f"{name} must be a number or a module of sigattn.nn.bias, such as NoBias() or VisibleKeysBias(), got "
+            f"{name} must be a number or a module of sigattn.nn.bias, such as VisibleKeysBias(), got "
             f"{bias!r}; make_bias creates the module of a rule's name"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.softmax_calls import (
@@ -30,7 +32,6 @@ from sigattn.nn.softmax_calls import (
     named_as_attention,
 )
 
-_MATRIX_PRODUCT = "@"
 _CALLS = {INTERFACE_NAME, *ATTENTION_NAMES, *SOFTMAX_NAMES, *PRODUCT_NAMES, *THREAD_NAMES}
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "sigattn"})
 _NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "__getstate__", "reset_parameters", "init_weights"})
@@ -55,29 +56,54 @@ def search(
     findings = []
     for name, module in modules:
         calls = reachable_calls(module)
-        if isinstance(module, SOFTMAX_MODULES) and _reaches_sdpa(model, name):
+        if isinstance(module, SOFTMAX_MODULES) and name and SDPA_NAME in reachable_calls(_around(model, name)):
             continue  # a path that the layer around it does not take after the conversion (it would raise)
-        call = next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None)
-        if call is not None:
+        if call := next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None):
             threads = starts_threads(module)
             call = f"{call}, perhaps in another thread" if threads else call
             findings.append(Finding(name, module, call, replaceable=not threads, attention=True))
-            continue
-        if call := _unregistered_attention(module, known):
+        elif call := _unregistered_attention(module, known):
             findings.append(Finding(name, module, call, replaceable=False, attention=True))
-            continue
-        opaque = sorted(calls & OPAQUE_NAMES)
-        softmax = sorted(calls & SOFTMAX_NAMES)
-        if opaque or softmax:
-            attention = bool(opaque) or named_as_attention(module) or _multiplies(model, name, calls)
-            findings.append(Finding(name, module, (opaque or softmax)[0], replaceable=False, attention=attention))
+        elif found := sorted(calls & OPAQUE_NAMES) or sorted(calls & SOFTMAX_NAMES):
+            attention = found[0] in OPAQUE_NAMES or named_as_attention(module) or _multiplies(model, name, calls)
+            findings.append(Finding(name, module, found[0], replaceable=False, attention=attention))
     return findings
+
+
+def search_hooks(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+    """Find the softmax of the forward hooks of layers, which run outside of forward and cannot be replaced."""
+    findings = []
+    for name, module in modules:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        calls = _calls_of_values(hooks, frozenset())
+        if found := sorted(calls & ATTENTION_NAMES) or sorted(calls & SOFTMAX_NAMES):
+            attention = bool(calls & (ATTENTION_NAMES | PRODUCT_NAMES)) or named_as_attention(module)
+            findings.append(Finding(name, module, f"{found[0]} in a hook", replaceable=False, attention=attention))
+    return findings
+
+
+def _around(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
+    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices."""
+    if calls & PRODUCT_NAMES:
+        return True
+    module = model.get_submodule(name)
+    while name:
+        around, name = _around(model, name), name.rpartition(".")[0]
+        if not isinstance(around, CONTAINERS):
+            siblings = around.children() if isinstance(module, SOFTMAX_MODULES) else ()
+            return any(reachable_calls(m) & PRODUCT_NAMES for m in (around, *siblings))
+    return False
 
 
 def _unregistered_attention(module: nn.Module, known: set[nn.Module]) -> str | None:
     """Return the call and the attribute of an attention in a list, tuple or dictionary that is no part of the model."""
     for attribute, value in vars(module).items():
-        for member in _modules_in(value):
+        members = tree_leaves(value) if type(value) in (list, tuple, dict) else [value]
+        for member in (m for m in members if isinstance(m, nn.Module)):
             inside = set(member.modules())
             if member in known or module in inside:  # registered, or a reference back to the model around the layer
                 continue
@@ -85,33 +111,6 @@ def _unregistered_attention(module: nn.Module, known: set[nn.Module]) -> str | N
             if call := next((f.call for f in findings if f.attention), None):
                 return f"{call} of a module in self.{attribute}, which is not registered"
     return None
-
-
-def _modules_in(value: Any) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif type(value) in (list, tuple, dict):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(member)
-
-
-def _reaches_sdpa(model: nn.Module, name: str) -> bool:
-    """Return True if the layer around a submodule can reach the attention function."""
-    return bool(name) and SDPA_NAME in reachable_calls(model.get_submodule(name.rpartition(".")[0]))
-
-
-def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
-    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices."""
-    module = model.get_submodule(name)
-    while not calls & PRODUCT_NAMES:
-        if not name:
-            return False
-        name = name.rpartition(".")[0]
-        around = model.get_submodule(name)
-        if not isinstance(around, CONTAINERS):
-            siblings = around.children() if isinstance(module, SOFTMAX_MODULES) else ()
-            return any(reachable_calls(m) & PRODUCT_NAMES for m in (around, *siblings))
-    return True
 
 
 def reachable_calls(module: nn.Module) -> frozenset[str]:
@@ -128,14 +127,12 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
     if type(module) is nn.MultiheadAttention:
         return frozenset({MHA_NAME})
     kind: Any = type(module)
-    names = _names_of_class(kind)
-    calls = calls_of_class(kind).union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
+    calls = calls_of_class(kind) | _calls_of_values(vars(module).values(), _names_of_class(kind))
     if isinstance(module, torch.fx.GraphModule):
         calls |= _names_in(kind.forward) & _CALLS  # the class is made for the graph
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
         calls |= {MHA_NAME}  # by its base class
-    submodules = {n for n, m in module.named_children() if m is not None}
-    return calls - submodules  # self.softmax(x) is the submodule's call
+    return calls - {n for n, m in module.named_children() if m is not None}  # self.softmax(x) is the submodule's call
 
 
 def starts_threads(module: nn.Module) -> bool:
@@ -150,20 +147,8 @@ def forward_attends(module: nn.Module) -> bool:
 
 def _calls_of_forward(module: nn.Module) -> frozenset[str]:
     kind: Any = type(module)
-    names, calls = _names_of_class(kind), _calls_of_helper(kind, frozenset({"forward"}), _DEPTH)
-    return calls.union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
-
-
-def search_hooks(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
-    """Find the softmax of the forward hooks of layers, which run outside of forward and cannot be replaced."""
-    findings = []
-    for name, module in modules:
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        calls = frozenset().union(*(_calls_of_value(hook, frozenset(), _DEPTH) for hook in hooks))
-        if softmax := sorted(calls & ATTENTION_NAMES) or sorted(calls & SOFTMAX_NAMES):
-            attention = bool(calls & (ATTENTION_NAMES | PRODUCT_NAMES)) or named_as_attention(module)
-            findings.append(Finding(name, module, f"{softmax[0]} in a hook", replaceable=False, attention=attention))
-    return findings
+    names = _names_of_class(kind)
+    return _calls_of_helper(kind, frozenset({"forward"}), _DEPTH) | _calls_of_values(vars(module).values(), names)
 
 
 def calling_methods(kind: Any) -> list[str]:
@@ -183,16 +168,13 @@ def _calls_of_graph(scripted: Any) -> frozenset[str]:
 @functools.cache
 def calls_of_class(kind: Any) -> frozenset[str]:
     """Return the names of such functions that the methods of a class of layers can reach."""
-    calls: set[str] = set()
-    for _, function in _methods(kind):
-        calls |= _calls_of_function(function, _DEPTH)
+    calls = frozenset().union(*(_calls_of_function(function, _DEPTH) for _, function in _methods(kind)))
     attributes: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         attributes |= vars(base) if _followed(base.__module__) else dict.fromkeys(vars(base))
-    for value in attributes.values():
-        if not any(_functions_in(value)):  # no method, but a function of PyTorch, or a table of functions
-            calls |= _calls_of_value(getattr(value, "__func__", value), _names_of_class(kind), _DEPTH)
-    return frozenset(calls)
+    # no methods, but functions of PyTorch, or tables of functions
+    values = [getattr(v, "__func__", v) for v in attributes.values() if not any(_functions_in(v))]
+    return calls | _calls_of_values(values, _names_of_class(kind))
 
 
 @functools.cache
@@ -202,22 +184,21 @@ def _names_of_class(kind: Any) -> frozenset[str]:
 
 @functools.cache
 def _calls_of_helper(kind: Any, names: frozenset[str], depth: int) -> frozenset[str]:
-    """Return the calls of a class that is no layer, in its methods that code with these names can reach."""
-    methods: dict[str, list[types.FunctionType]] = {}
-    for name, function in _methods(kind):
-        methods.setdefault(name, []).append(function)
-    entries = {"forward", "backward"} if issubclass(kind, torch.autograd.Function) else {"__call__"}
-    waiting, seen, calls = methods.keys() & (names | entries), set[str](), set[str]()
-    while waiting:
-        seen.add(name := waiting.pop())
-        for function in methods[name]:
-            calls |= _calls_of_function(function, depth)
-            waiting |= (_names_in(function) & methods.keys()) - seen
+    """Return the calls of a class in its methods that code with these names can reach."""
+    methods = _methods(kind)
+    waiting = names | ({"forward", "backward"} if issubclass(kind, torch.autograd.Function) else {"__call__"})
+    seen, calls = set[str](), set[str]()
+    while waiting := waiting - seen:
+        seen |= waiting
+        functions = [function for name, function in methods if name in waiting]
+        calls.update(*(_calls_of_function(function, depth) for function in functions))
+        waiting = frozenset().union(*map(_names_in, functions))
     return frozenset(calls)
 
 
-def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield names and methods of a class as the class finds them, those which it inherits included.
+@functools.cache
+def _methods(kind: type) -> list[tuple[str, types.FunctionType]]:
+    """Return names and methods of a class as the class finds them, those which it inherits included.
 
     A method that is overridden counts where the one that overrides it calls ``super``. A base class without a forward,
     such as the one with which transformers loads and saves models, counts with the methods that the others use.
@@ -229,38 +210,33 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
         if not _followed(base.__module__):
             hidden |= vars(base).keys()
             continue
-        overridden: set[str] = set()
-        for name, attribute in vars(base).items():
-            functions = list(_functions_in(attribute))
-            if name in hidden or name in _NOT_RUN:
-                continue
-            if not any("super" in f.__code__.co_names for f in functions):
-                overridden.add(name)
-            is_layer = base is kind or getattr(base, "forward", nn.Module.forward) is not nn.Module.forward
-            (methods if is_layer else helpers).extend((name, f) for f in functions)
-        hidden |= overridden
-    names = set().union(*(_names_in(f) for _, f in methods))
+        is_layer = base is kind or getattr(base, "forward", nn.Module.forward) is not nn.Module.forward
+        found = {n: list(_functions_in(a)) for n, a in vars(base).items() if n not in hidden and n not in _NOT_RUN}
+        (methods if is_layer else helpers).extend((name, f) for name, functions in found.items() for f in functions)
+        hidden |= {n for n, functions in found.items() if not any("super" in f.__code__.co_names for f in functions)}
+    names = frozenset().union(*(_names_in(f) for _, f in methods))
     while used := [m for m in helpers if m[0] in names]:
         helpers = [m for m in helpers if m not in used]
         names = names.union(*(_names_in(f) for _, f in used))
         methods += used
-    yield from methods
+    return methods
 
 
-def _functions_in(attribute: Any) -> Iterator[types.FunctionType]:
-    if isinstance(attribute, property):
-        functions = [attribute.fget, attribute.fset]
-    elif isinstance(attribute, functools.partial):
-        functions = [attribute.func, *attribute.args, *attribute.keywords.values()]
-    elif isinstance(attribute, functools.cached_property):
-        functions = [attribute.func]
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions of a method, a property or a partial, without their decorators and torch.compile."""
+    if isinstance(value, property):
+        parts = [value.fget, value.fset]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, functools.cached_property):
+        parts = [value.func]
     else:
-        functions = [getattr(attribute, "__func__", attribute)]
-    for function in functions:
-        function = getattr(function, "_torchdynamo_orig_callable", function)
-        unwrapped = inspect.unwrap(function) if callable(function) else function
-        if isinstance(unwrapped, types.FunctionType):
-            yield unwrapped
+        parts = [getattr(value, "__func__", value)]
+    for part in parts:
+        function = getattr(part, "_torchdynamo_orig_callable", part)
+        function = inspect.unwrap(function) if callable(function) else function
+        if isinstance(function, types.FunctionType):
+            yield function
 
 
 def _followed(module: str | None) -> bool:
@@ -271,19 +247,19 @@ def _followed(module: str | None) -> bool:
 
 
 @functools.cache
-def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
+def _calls_of_function(function: types.FunctionType, depth: int) -> frozenset[str]:
     """Return the calls of a function, and of the functions that it names, to a depth."""
-    calls: set[str] = set()
-    for each in _functions_in(function):
-        names = _names_in(each)
-        calls |= names & _CALLS
-        if any(map(_has_matrix_product, _codes(each.__code__))):
-            calls.add("bmm")
-        for value in _values_named(each, names):
-            calls |= _calls_of_value(value, frozenset(names), depth)
-        if "getattr" in names:  # getattr(F, "softmax")
-            calls |= {c for code in _codes(each.__code__) for c in code.co_consts if isinstance(c, str)} & _CALLS
-    return frozenset(calls)
+    names, codes = _names_in(function), list(_codes(function.__code__))
+    calls = names & _CALLS
+    if any(map(_has_matrix_product, codes)):
+        calls |= {"bmm"}
+    if "getattr" in names:  # getattr(F, "softmax")
+        calls |= {c for code in codes for c in code.co_consts if isinstance(c, str)} & _CALLS
+    return calls | _calls_of_values(_values_named(function, names), names, depth)
+
+
+def _calls_of_values(values: Iterable[Any], names: frozenset[str], depth: int = _DEPTH) -> frozenset[str]:
+    return frozenset().union(*(_calls_of_value(value, names, depth) for value in values))
 
 
 def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[str]:
@@ -294,7 +270,7 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
         value = (value.func, *value.args, *value.keywords.values())
     if type(value) in (dict, list, tuple):
         members = value.values() if isinstance(value, dict) else value
-        return frozenset().union(*(_calls_of_value(m, names, depth - 1) for m in members)) if depth else frozenset()
+        return _calls_of_values(members, names, depth - 1) if depth else frozenset()
     if is_sdpa(value):
         return frozenset({SDPA_NAME})
     calls = frozenset(base.__name__ for base in type(value).__mro__) & THREAD_NAMES  # self.pool.map
@@ -305,26 +281,22 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
         return calls | _calls_of_value(value.__self__, names, depth)  # ``apply`` of an autograd function, PyTorch 2.14
     if isinstance(value, types.MethodType):  # of an object or, as an autograd function's ``apply``, of a class
         calls |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
-        value = value.__func__
     if isinstance(value, torch.jit.ScriptFunction):
         return _calls_of_graph(value)
-    if isinstance(value, types.FunctionType) or hasattr(value, "_torchdynamo_orig_callable"):
-        functions = [f for f in _functions_in(value) if _followed(f.__module__)]
-        return calls.union(*(_calls_of_function(f, depth - 1) for f in functions))
+    if functions := list(_functions_in(value)):
+        return calls.union(*(_calls_of_function(f, depth - 1) for f in functions if _followed(f.__module__)))
     kind: Any = value if isinstance(value, type) else type(value)
     is_helper = _followed(kind.__module__) and not issubclass(kind, (nn.Module, Tensor))
     return calls | _calls_of_helper(kind, names, depth - 1) if is_helper else calls
 
 
-def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
+def _values_named(function: types.FunctionType, names: frozenset[str]) -> Iterator[Any]:
     """Yield the values that a function can use: defaults, closures, globals, and what it names in modules."""
     values = [function.__globals__[n] for n in names if n in function.__globals__]
     values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        try:
+        with contextlib.suppress(ValueError):  # not assigned yet
             values.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
     for value in values:
         if isinstance(value, types.ModuleType) and _followed(value.__name__):
             yield from (vars(value)[n] for n in names if n in vars(value))
@@ -332,8 +304,8 @@ def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any
             yield value
 
 
-def _names_in(function: types.FunctionType) -> set[str]:
-    return {name for code in _codes(function.__code__) for name in code.co_names}
+def _names_in(function: types.FunctionType) -> frozenset[str]:
+    return frozenset(name for code in _codes(function.__code__) for name in code.co_names)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -345,7 +317,5 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _has_matrix_product(code: types.CodeType) -> bool:
-    return any(
-        i.argrepr in (_MATRIX_PRODUCT, _MATRIX_PRODUCT + "=") or i.opname.endswith("MATRIX_MULTIPLY")
-        for i in dis.get_instructions(code)
-    )
+    instructions = dis.get_instructions(code)
+    return any(i.argrepr in ("@", "@=") or i.opname.endswith("MATRIX_MULTIPLY") for i in instructions)

@@ -6,11 +6,8 @@ e^m (``sigattn.conversion.fit``); in training the parameters learn.
 
 For a query q and normally distributed keys with mean μ and covariance Σ, lse is log n + τ q·μ + τ² qᵀΣq / 2 (τ: the
 scale), up to sampling: the log of a mean of exp(τ q·k) is its cumulant generating function. ``QuadraticBias`` has this
-form, with free coefficients.
-
-Where b misses this by δ, the weights and the output are too large by about e^δ. ``RowScale`` has the factor e^m, and
-corrects each row from its norm and direction: a large norm is partly a sign of a large δ. The attention's kernels are
-unchanged.
+form, with free coefficients. Where b misses -lse - m by δ, the output is too large by about e^δ. ``RowScale`` has the
+factor e^m, and corrects each row from its norm and direction: a large norm is partly a sign of a large δ.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from sigattn.ops.autocast import without_autocast
 
 EPS = 1e-6  # added to the norm of an output's row
 MAX_LOG_SCALE = 5.0  # bound of |log scale|, e⁵ ≈ 150
-MAX_DIRECTIONS = 8  # of a quadratic form; with 24 converted models are hardly better (docs/log.md), and slower
+MAX_DIRECTIONS = 8  # of a quadratic form; with 24 models are hardly better (docs/log.md), and slower
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -65,7 +62,7 @@ class VisibleKeysLinearBias(AttentionBias):
             ValueError: if visible is None.
         """
         if visible is None:
-            raise ValueError("VisibleKeysLinearBias depends on the number of keys that each query sees: pass visible")
+            raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
         log_visible = visible.to(torch.promote_types(self.constant.dtype, torch.float32)).log()
         return self.constant.view(-1, 1, 1) + self.slope.view(-1, 1, 1) * log_visible
 
@@ -92,54 +89,40 @@ class RowScale(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
+    def forward(self, output: Tensor) -> Tensor:
+        """Return the factor of each row, (B, Hq, N, 1), in float32 or better, of an output (B, Hq, N, Dv)."""
         _check("RowScale: output", output, self.num_heads, self.head_dim)
         wide, gain, power, direction = _to_float32(output, self.gain, self.power, self.direction)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) + EPS
         # not a product of matrices, which for one column takes longer
         cosine = (wide * direction.view(self.num_heads, 1, -1)).sum(-1, keepdim=True) / norm
         exponent = gain.view(-1, 1, 1) + power.view(-1, 1, 1) * norm.log() + cosine
-        factor = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
-        return (wide * factor).to(output.dtype), factor
+        return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
 
 
 class QueryTerm(nn.Module):
-    """Learned term of the bias in each query, w·q + Σ_r λ_r (u_r·q)², limited to ``lower`` … ``upper``.
-
-    The limits are those of the fit, so that unusual queries do not get a bias far too large. It starts as 0, without
-    limits.
+    """Learned term of the bias in each query, w·q + Σ_r λ_r (u_r·q)². It starts as 0.
 
     Attributes:
         linear: w of all heads, (num_heads · query_dim,). directions: u of all heads, (num_heads · query_dim · R,); R is
             query_dim, or ``MAX_DIRECTIONS`` if that is less. curvature: λ of all heads, (num_heads · R,).
-        lower, upper: limits, (num_heads,) each; buffers.
     """
-
-    lower: Tensor
-    upper: Tensor
 
     def __init__(self, num_heads: int, query_dim: int) -> None:
         super().__init__()
         self.num_heads: int = num_heads
         self.query_dim: int = query_dim
-        self.num_directions: int = min(query_dim, MAX_DIRECTIONS)
+        directions = min(query_dim, MAX_DIRECTIONS)
         self.linear: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim))
-        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim * self.num_directions))
-        self.curvature: nn.Parameter = nn.Parameter(torch.empty(num_heads * self.num_directions))
-        self.register_buffer("lower", torch.empty(num_heads))
-        self.register_buffer("upper", torch.empty(num_heads))
+        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim * directions))
+        self.curvature: nn.Parameter = nn.Parameter(torch.empty(num_heads * directions))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the term to 0, with random directions and without limits."""
-        # by nn.init only, whose functions transformers replaces so that loaded values are not overwritten
+        """Set the term to 0, with random directions."""
         nn.init.zeros_(self.linear)
         nn.init.zeros_(self.curvature)
         nn.init.normal_(self.directions, std=max(self.query_dim, 1) ** -0.5)
-        limit = torch.finfo(self.upper.dtype).max  # not inf, which a check for non-finite weights would find
-        nn.init.constant_(self.lower, -limit)
-        nn.init.constant_(self.upper, limit)
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
@@ -151,8 +134,7 @@ class QueryTerm(nn.Module):
         with without_autocast(query.device.type):
             projections = forms @ query.mT
             squares = curvature.view(heads, 1, -1) @ projections[:, :, :-1].square()
-            term = (projections[:, :, -1:] + squares).mT
-        return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
+            return (projections[:, :, -1:] + squares).mT
 
 
 class QuadraticBias(VisibleKeysLinearBias):
@@ -174,13 +156,12 @@ class QuadraticBias(VisibleKeysLinearBias):
 
     def __init__(self, num_heads: int, head_dim: int, query_dim: int) -> None:
         super().__init__(num_heads)
-        self.head_dim: int = head_dim
-        self.query_dim: int = query_dim
         self.query_term: QueryTerm = QueryTerm(num_heads, query_dim)
         self.row_scale: RowScale = RowScale(num_heads, head_dim)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, query_dim={self.query_dim}"
+        sizes = f"head_dim={self.row_scale.head_dim}, query_dim={self.query_term.query_dim}"
+        return f"{super().extra_repr()}, {sizes}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias, (B, num_heads, N, 1), in float32 or better.
@@ -189,19 +170,12 @@ class QuadraticBias(VisibleKeysLinearBias):
             ValueError: if visible or query is None.
         """
         if query is None:
-            raise ValueError("QuadraticBias depends on the queries: pass query")
+            raise ValueError(f"{type(self).__name__} depends on the queries: pass query")
         bias: Tensor = super().forward(visible=visible) + self.query_term(query)
         return bias
 
-    def output_scale(self, output: Tensor) -> Tensor:
-        """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
-        factor: Tensor = self.row_scale(output)[1]
-        return factor
-
     def scaled(self, output: Tensor) -> Tensor:
-        """Return the attention's output times ``output_scale``, in the output's dtype."""
-        scaled: Tensor = self.row_scale(output)[0]
-        return scaled
+        return (output * self.row_scale(output)).to(output.dtype)
 
 
 class AlibiLinearBias(VisibleKeysLinearBias):

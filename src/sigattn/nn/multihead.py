@@ -202,14 +202,10 @@ def multi_head_attention_forward(
         "normalize": normalize,
     }
     out = sigmoid_attention(q, k, v, dropout_p=dropout_p if training else 0.0, **options)
-    output_scale = None if sigmoid_bias is None else sigmoid_bias.output_scale(out)
-    out = out if output_scale is None else out * output_scale.to(out.dtype)
     result = F.linear(out.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)  # (N, B, E)
     attention_weights = None
     if need_weights:
-        attention_weights = reference.attention_weights(make_problem(Problem, q, k, v, **options))
-        attention_weights = attention_weights if output_scale is None else attention_weights * output_scale
-        attention_weights = attention_weights.to(q.dtype)
+        attention_weights = reference.attention_weights(make_problem(Problem, q, k, v, **options)).to(q.dtype)
         attention_weights = attention_weights.mean(1) if average_attn_weights else attention_weights
     if unbatched:
         return result.squeeze(1), None if attention_weights is None else attention_weights.squeeze(0)

@@ -63,16 +63,8 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
         model: the model. example: arguments of its forward, or a function that runs it. skipped: layers whose calls do
             not count.
     """
-    names = {module: name for name, module in model.named_modules()}
-    parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
-    trace = _Trace(names, parameters, skipped)
-    with (
-        evaluation_mode(model),
-        torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),
-        trace.hooks(model),
-        trace.observed(),
-    ):
+    trace, uncompiled = _Trace(model, skipped), torch.compiler.set_stance("force_eager")
+    with evaluation_mode(model), torch.no_grad(), uncompiled, trace.hooks(model), trace.observed():
         if callable(example):
             example()
         elif isinstance(example, Mapping):
@@ -110,7 +102,6 @@ _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
 _LOG_SUM = object()  # mark of a log-sum-exp, with which x - lse is a log-softmax
 
 
-@dataclasses.dataclass(eq=False)
 class _Exponential:
     """Mark of exp(x), a softmax if it is divided by its own sum, before or after the product with the values."""
 
@@ -141,8 +132,10 @@ class _Thread(threading.local):
 class _Trace:
     """State shared by both modes: the running layers, and the tensors that hold weights of each softmax."""
 
-    def __init__(self, names: dict[nn.Module, str], parameters: set[int], skipped: tuple[type[nn.Module], ...]) -> None:
-        self.names, self.parameters, self.skipped = names, parameters, skipped
+    def __init__(self, model: nn.Module, skipped: tuple[type[nn.Module], ...]) -> None:
+        self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
+        self.skipped = skipped
         self.thread = _Thread()
         self.ran: set[nn.Module] = set()
         self.sites: list[_Site] = []
@@ -227,15 +220,16 @@ class _Trace:
         stay = {site.module for site in written if not (site.replaceable and site.attention and site.is_certain)}
         for site in written:  # replaceable only where every softmax of the layer is
             site.replaceable = site.replaceable and site.module not in stay
-        merged: dict[tuple[nn.Module, bool], Finding] = {}
+        sites: dict[tuple[nn.Module, bool], list[_Site]] = {}
         for site in self.sites:
-            key = site.module, site.replaceable
-            attention = site.attention and not known_for_another_softmax(site.module)
-            attention = attention or (key in merged and merged[key].attention)
-            call = SOFTMAX_NAME if key in merged and merged[key].call == SOFTMAX_NAME else site.call
-            merged[key] = Finding(self.names[site.module], site.module, call, site.replaceable, attention)
+            sites.setdefault((site.module, site.replaceable), []).append(site)
+        findings = []
+        for (module, replaceable), same in sites.items():
+            attention = any(site.attention for site in same) and not known_for_another_softmax(module)
+            call = SOFTMAX_NAME if any(site.call == SOFTMAX_NAME for site in same) else same[-1].call
+            findings.append(Finding(self.names[module], module, call, replaceable, attention))
         order = {module: i for i, module in enumerate(self.names)}
-        return sorted(merged.values(), key=lambda f: order[f.module])
+        return sorted(findings, key=lambda f: order[f.module])
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
@@ -279,24 +273,19 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace = self.trace
+        thread, kwargs = trace.thread, kwargs or {}
+        if thread.inside_replaceable:
+            return func(*args, **kwargs)
         call = SDPA_NAME if is_sdpa(func) else MHA_NAME if func is MHA else None
-        if trace.thread.inside_replaceable:
-            return func(*args, **(kwargs or {}))
-        if call is None and func is not sigmoid_weights:
-            trace.thread.inside_softmax = written_softmax(func, args, kwargs or {}) is not None
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                trace.thread.inside_softmax = False
-        if call is None:
-            trace.sigmoid_calls += 1
-        else:
+        if call is not None:
             trace.add(call, replaceable=True, attention=True)
-        trace.thread.inside_replaceable = True
+        trace.sigmoid_calls += func is sigmoid_weights
+        thread.inside_replaceable = call is not None or func is sigmoid_weights
+        thread.inside_softmax = written_softmax(func, args, kwargs) is not None
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         finally:
-            trace.thread.inside_replaceable = False
+            thread.inside_replaceable = thread.inside_softmax = False
 
 
 class _Operators(TorchDispatchMode):
@@ -319,14 +308,12 @@ class _Operators(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         base = name.rpartition("::")[2]
-        kind = operator_kind(name)
-        if kind is not None:
+        if (kind := operator_kind(name)) is not None:
             written = kind == "softmax" and trace.thread.inside_softmax
             site = trace.add(base.lstrip("_"), replaceable=written, attention=kind == "attention")
             if site is not None:
                 site.over_products = inputs[0] in trace.scores
-            if site is not None and kind == "softmax":
-                for output in outputs:
+                for output in outputs if kind == "softmax" else ():
                     trace.weights[output] = {site}
         elif base in _PRODUCTS:
             factors = inputs[:2] if base == "linear" else inputs[-2:]
@@ -360,14 +347,12 @@ class _Operators(TorchDispatchMode):
 
     def _normalize(self, operation: str, left: Tensor, right: Tensor, output: Tensor) -> bool:
         """Return True if an operation of two tensors makes a softmax or its logarithm, whose marks it then sets."""
-        if operation == "div":
-            return self._divide(left, right, output)
-        if operation == "mul":  # by a reciprocal
-            return self._divide(left, right, output) or self._divide(right, left, output)
         if operation == "sub" and _LOG_SUM in self.trace.weights.get(right, ()):
             self.trace.weights[output] = {_LOG_SOFTMAX}
             return True
-        return False
+        by_reciprocal = operation == "mul"
+        divided = (by_reciprocal or operation == "div") and self._divide(left, right, output)
+        return divided or (by_reciprocal and self._divide(right, left, output))
 
     def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
         """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one."""

@@ -242,5 +242,4 @@ def sigmoid_sdpa(
         )
     bias = evaluate_bias(sigmoid_bias, query, key, attn_mask, normalize=normalize, is_causal=is_causal, window=window)
     options |= {"bias": bias, "window": window, "normalize": normalize}
-    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return out if sigmoid_bias is None else sigmoid_bias.scaled(out)
+    return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -29,17 +29,15 @@ def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -
     Padding is not counted. Under a causal mask every key counts, because the last query sees all of them.
 
     Args:
-        mask: bool (True = attend) or added to the logits; broadcastable to (..., H, N, M), or without ``has_heads`` to
-            (..., N, M).
+        mask: as in ``is_visible``; broadcastable to (..., H, N, M), or without ``has_heads`` to (..., N, M).
         num_keys: M.
 
     Returns:
         At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys.
     """
     visible = is_visible(mask)
-    shared = [d for d in ((-2, -3) if has_heads else (-2,)) if mask.dim() >= -d]
-    for dim in shared:
-        visible = visible.any(dim, keepdim=True)
+    for dim in (-2, -3) if has_heads else (-2,):
+        visible = visible.any(dim, keepdim=True) if mask.dim() >= -dim else visible
     return count_keys_per_query(visible, num_keys)
 
 
@@ -58,8 +56,7 @@ def evaluate_bias(
     Args:
         bias: the bias; None for -log of the number of keys that at least one query of a sample sees, 6 less with
             ``normalize``.
-        query, key: (B, Hq, N, D), (B, Hkv, M, D); biases with neither needs_visible nor needs_query accept any
-            (…, N, D) and (…, M, D).
+        query, key: (B, Hq, N, D), (B, Hkv, M, D); biases without needs_visible accept any (…, N, D) and (…, M, D).
         mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
         normalize, is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
 
@@ -68,16 +65,16 @@ def evaluate_bias(
 
     Raises:
         ValueError: if the bias has a value for each head or query, and query is nested or has no four dimensions.
-        TypeError: for a bias with needs_alibi: the mask does not say which part of it is ALiBi's.
+        TypeError: for a bias that depends on more than these arguments, as ALiBi's, which is a part of the mask.
     """
     if bias is None:
         b_of_samples = _bias_of_samples(query, key, mask, is_causal)
         return b_of_samples - NORMALIZED_MARGIN if normalize and b_of_samples is not None else b_of_samples
-    if bias.needs_alibi:
-        raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention with Alibi only, not for other layers")
+    if bias.needs_alibi or bias.needs_query:
+        raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention only, not for other layers")
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     visible = None
-    if bias.needs_visible or bias.needs_query:
+    if bias.needs_visible:
         if query.is_nested or query.dim() != 4:
             raise ValueError(
                 f"{type(bias).__name__} has a value for each head and query and needs plain queries of shape "
@@ -87,8 +84,8 @@ def evaluate_bias(
         if type(bias) is VisibleKeysBias and mask is None and max(sides) < 0:
             b = log_size_bias(num_keys, query.device)  # a number is faster than the same value for each query
             return bias.of_call(b, normalize)
-        visible = _count_visible(mask, num_queries, num_keys, sides, query.device) if bias.needs_visible else None
-    b = bias(num_queries, num_keys, device=query.device, visible=visible, query=query if bias.needs_query else None)
+        visible = _count_visible(mask, num_queries, num_keys, sides, query.device)
+    b = bias(num_queries, num_keys, device=query.device, visible=visible)
     if isinstance(b, Tensor) and b.dim() > 2 and query.dim() == 4 and b.shape[-3] not in (1, query.shape[1]):
         raise ValueError(
             f"the layer has biases of {b.shape[-3]} heads, and the query {query.shape[1]} heads: convert the layer "

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.nn.bias import AttentionBias
+from sigattn.nn.bias import AttentionBias, VisibleKeysBias
 from sigattn.ops import reference
-from sigattn.ops.problem import NORMALIZED_MARGIN, log_length_bias
 
 MASKED_BELOW = -1000.0
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
+_DEFAULT = VisibleKeysBias()
 
 
 class WrittenSoftmax(NamedTuple):
@@ -52,29 +52,22 @@ class WrittenSoftmax(NamedTuple):
         return reference.weights_of(logits, visible, "sigmoid", normalize).to(self.dtype)
 
     def _evaluate(self, bias: AttentionBias | None, normalize: bool) -> float | Tensor:
-        if bias is None:
-            return log_length_bias(self.num_visible) - (NORMALIZED_MARGIN if normalize else 0.0)
-        shape = self.logits.shape
+        bias = _DEFAULT if bias is None else bias
+        shape, count = self.logits.shape, self.num_visible
         rows = shape[-2] if len(shape) > 1 else 1
-        count = self.num_visible
         b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
         b = bias.of_call(b, normalize)
-        if not isinstance(b, Tensor):
-            return b
-        if b.numel() == 1:
-            return b.view(())
+        if not isinstance(b, Tensor) or b.numel() == 1:
+            return b.view(()) if isinstance(b, Tensor) else b
         if b.numel() == count.numel():
             return b.view(count.shape)
         try:
-            fits = torch.broadcast_shapes(b.shape, shape) == shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+            return b.expand(shape)
+        except RuntimeError as error:
             raise ValueError(
                 f"{type(bias).__name__} has values of shape {tuple(b.shape)}, which do not broadcast to the logits "
                 f"{tuple(shape)} of a layer that writes its softmax out: take one bias for the layer"
-            )
-        return b
+            ) from error
 
 
 def written_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrittenSoftmax | None:
