@@ -59,10 +59,9 @@ def test_sentences_are_short():
 
 
 def test_pages_can_be_read_in_a_terminal():
-    lines = [
-        f"{p.name}: {x}" for p in READ for x in re.sub("<!--.*?end -->", "", p.read_text(), flags=re.S).split("\n")
-    ]
-    assert [line for line in lines if len(line.partition(": ")[2]) > 120 and ": |" not in line] == []
+    for page in READ:
+        lines = re.sub("<!--.*?end -->", "", page.read_text(), flags=re.S).splitlines()
+        assert [line for line in lines if len(line) > 120 and line[:1] != "|"] == [], page.name
     readme = PAGES[0].read_text().splitlines()
     assert max(map(len, readme)) <= 120
     assert len(readme) <= 90
@@ -72,21 +71,19 @@ def test_pages_can_be_read_in_a_terminal():
 def test_links_files_tests_and_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     tests = "\n".join(f.read_text() for f in (ROOT / "tests").rglob("test_*.py"))
-    missing = []
-    for page in [*PAGES, *(ROOT / ".github").rglob("*.*")]:
-        text, found = page.read_text(), set()
-        for path in map("".join, re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", text)):
-            found |= {path} if not path.startswith("https://") and not (page.parent / path).exists() else set()
+    files = r"`((?:src|tests|docs|benchmarks|experiments|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`"
+    for page in [*READ, *(ROOT / ".github").rglob("*.*")]:
+        text = page.read_text()
+        assert not re.search(r"!\[[^\]]*\]\(http", text), f"{page.name}: a picture from elsewhere"
+        for target in map("".join, re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", text)):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
         for command in re.findall(r"(?:`|run: )make ((?:[\w-]+ ?)+)(?:`|\n)", text):
-            found |= {f"make {name}" for name in command.split() if not re.search(rf"^{name}:", makefile, re.M)}
-        if page in READ:
-            folders = r"`((?:src|tests|docs|benchmarks|experiments|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`"
-            found |= {
-                f for f in re.findall(folders, text) if not any((ROOT / s / f).exists() for s in ("", "src/sigattn"))
-            }
-            found |= {name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests}
-        missing += [f"{page.name}: {name}" for name in found]
-    assert missing == []
+            for name in command.split():
+                assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
+        for file in re.findall(files, text):
+            assert (ROOT / file).exists() or (ROOT / "src/sigattn" / file).exists(), f"{page.name}: {file}"
+        for name in re.findall(r"`(test_\w+)`", text):
+            assert f"def {name}(" in tests, f"{page.name}: {name}"
 
 
 def test_version_date_and_paper_of_changelog_and_citation():
@@ -102,46 +99,38 @@ def test_version_date_and_paper_of_changelog_and_citation():
     assert len(paper["authors"]) == 11
 
 
-def cells_of_quality(rows, digits):
-    """Return mean ± standard deviation of the values of each row."""
-    assert all(len(values) == 5 for values in rows)
-    return [f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}" for values in rows]
+def rows_of_the_readme():
+    """Return the cells of rows of the README by their beginnings, from the committed runs."""
+    runs = json.loads((ROOT / "benchmarks/results/compare/results.json").read_text())
+    runs = [r for r in runs if r["entry"] == "language, CPython's documentation: bits per byte"]
+    pair = [[r["value"] for r in runs if r["activation"] == activation] for activation in ("softmax", "sigmoid")]
+    yield "language model, CPython", [*(f"{mean(values):.2f} ± {stdev(values):.2f}" for values in pair), "–"]
+    data = [json.loads(line) for line in (ROOT / "docs/results/causal-bias/data.jsonl").read_text().splitlines()]
+    for row, architecture in (("language model with ALiBi", "ALiBi"), ("Llama of", "Llama"), ("nanoGPT's", "GPT-2")):
+        cells = []
+        for rule in ("softmax", "-log n", "normalized, -log n - 6"):  # the last is the default of ``normalize``
+            bits = [r["bits"] for r in data if (r["architecture"], r["rule"]) == (architecture, f"{rule} at 128")]
+            assert len(bits) == 5
+            cells.append(f"{mean(bits):.3f} ± {stdev(bits):.3f}")
+        yield row, cells
+    both = {"zen5": [("float32", False), ("bfloat16", False)], "zen3": [("float32", False), ("float32", True)]}
+    for processor, options in both.items():
+        files = (ROOT / "benchmarks/results").glob(f"cpu-{processor}-[123].json")
+        speeds = [row for file in files for row in json.loads(file.read_text())["rows"]]
+        cells = [" / ".join(_speed(speeds, n, *option) for option in options) for n in (1024, 4096)]
+        yield f"training step, Zen {processor[-1]}", cells
 
 
-def cell_of_speed(processor, n, options):
-    """Return medians of three runs of SDPA's time over ours."""
-    runs = [json.loads(p.read_text()) for p in (ROOT / "benchmarks/results").glob(f"cpu-{processor}-[123].json")]
-    ratios = []
-    for dtype, causal in options:
-        ours = {"n": n, "dtype": dtype, "causal": causal, "pass": "training", "implementation": "sigattn"}
-        rows = [row for run in runs for row in run["rows"] if all(row[k] == v for k, v in ours.items())]
-        assert len(rows) == 3
-        ratios.append(f"{median(row['softmax_time_over_this'] for row in rows):.2f}")
-    return " / ".join(ratios)
+def _speed(rows, n, dtype, causal):
+    """Return the median of three runs of SDPA's time over ours."""
+    ours = {"n": n, "dtype": dtype, "causal": causal, "pass": "training", "implementation": "sigattn"}
+    ratios = [row["softmax_time_over_this"] for row in rows if all(row[k] == v for k, v in ours.items())]
+    assert len(ratios) == 3
+    return f"{median(ratios):.2f}"
 
 
 def test_numbers_in_the_readme_are_those_of_the_committed_runs():
-    entry = "language, CPython's documentation: bits per byte"
-    runs = json.loads((ROOT / "benchmarks/results/compare/results.json").read_text())
-    pair = [
-        [r["value"] for r in runs if (r["entry"], r["activation"]) == (entry, activation)]
-        for activation in ("softmax", "sigmoid")
-    ]
-    expected = {"language model, CPython's documentation": [*cells_of_quality(pair, 2), "–"]}
-    data = [json.loads(line) for line in (ROOT / "docs/results/causal-bias/data.jsonl").read_text().splitlines()]
-    for row, architecture in (("language model with ALiBi", "ALiBi"), ("Llama of", "Llama"), ("nanoGPT's", "GPT-2")):
-        bits = [
-            [r["bits"] for r in data if (r["architecture"], r["rule"]) == (architecture, f"{rule} at 128")]
-            for rule in ("softmax", "-log n", "normalized, -log n - 6")  # the default of ``normalize``
-        ]
-        expected[row] = cells_of_quality(bits, 3)
-    for processor, options in {
-        "zen5": [("float32", False), ("bfloat16", False)],
-        "zen3": [("float32", False), ("float32", True)],
-    }.items():
-        row = f"training step, Zen {processor[-1]}"
-        expected[row] = [cell_of_speed(processor, n, options) for n in (1024, 4096)]
     lines = PAGES[0].read_text().splitlines()
-    for start, cells in expected.items():
+    for start, cells in rows_of_the_readme():
         (line,) = [line for line in lines if line.startswith(f"| {start}")]
         assert line.endswith(f"| {' | '.join(cells)} |")
