@@ -3,8 +3,8 @@
 # make test-minimum   runs the operator's tests with the oldest PyTorch and Triton that are supported
 # make test-integrations   runs a sample with the oldest transformers, timm and llvmlite that are supported, and with the newest
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
-# make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
-# make mutation N=30 PART=src/sigattn/ops/llvm   mutates one file or folder
+# make mutation N=40   mutates the operator, and counts what the tests catch; the unmutated code alone takes minutes
+# make mutation N=30 PART=src/sigattn/train/checkpoint.py   mutates another file or folder
 # make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, five seeds: about an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
 # make experiments   lists the paper's experiments; make experiment NAME=k-summation runs one

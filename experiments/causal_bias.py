@@ -163,6 +163,7 @@ def plan_jobs(setting: Setting) -> dict[tuple[str, str, int], cache.Job]:
     sizes = LanguageModelConfig(embed_dim=96, num_layers=3, num_heads=4, max_seq_len=context)
     text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(8, 128, 512))
     names = tuple(ARCHITECTURES) if setting.scale != "smoke" else ("GPT-2", "ALiBi")
+    rules = RULES if setting.scale != "smoke" else (SOFTMAX, LENGTH, next(iter(OFFSETS)), VISIBLE, ZERO)
     training = TrainConfig(
         max_steps=steps,
         batch_size=16,
@@ -177,7 +178,7 @@ def plan_jobs(setting: Setting) -> dict[tuple[str, str, int], cache.Job]:
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
         of_seed = replace(training, seed=seed)
         for architecture in names:
-            for rule in RULES:
+            for rule in rules:
                 task = ByteLanguageModelling(architecture=architecture, rule=rule)
                 identity = cache.identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)
                 if seed == 0:

@@ -49,6 +49,7 @@ def base(setting: Setting, k: int, small_steps: int = 1600, **model: Any) -> Rec
         recipe = recipe.with_transformer(seq_len=16)
     if setting.scale == "smoke":
         recipe = recipe.with_transformer(embed_dim=32)
+        recipe = recipe.with_training(eval_batch_size=2048)  # one batch
     steps = setting.steps(POINTS, small_steps, recipe.training.max_steps)
     return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=0)
 
@@ -193,30 +194,30 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
 def plot_weights_of_samples(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
     maps: dict[tuple[str, int], Tensor] = {}
-    data = []
+    data, samples = [], setting.scaled(2, MAP_SAMPLES, MAP_SAMPLES)
     for labels, model, error in _models_over_training(setting, (0, POINTS // 4, POINTS // 2, POINTS)):
         weights = attention_weights(model, _samples(model))
         half = weights.shape[-1] // 2
         if labels["seed"] == 0:
-            maps[labels["activation"], labels["step"]] = weights[:MAP_SAMPLES]
+            maps[labels["activation"], labels["step"]] = weights[:samples]
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
         data.append({**labels, **blocks, **error})
     at = sorted({row["step"] for row in data})
-    figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
+    figure, axes = drawing.axes_grid(2 * samples, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
         for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
             # clip the colour scale, because a few large weights would make all others of softmax invisible
             most = float(maps[activation, step].flatten().quantile(0.995))
-            for axis, weights in zip(axes[i * 2 * MAP_SAMPLES + j :: 2], maps[activation, step], strict=False):
+            for axis, weights in zip(axes[i * 2 * samples + j :: 2], maps[activation, step], strict=False):
                 axis.imshow(weights.tolist(), cmap=colours, vmin=0, vmax=most)
                 axis.set(xticks=[], yticks=[])
                 axis.grid(visible=False)
                 axis.set_xlabel(f"0 to {most:.2g}", fontsize=5)
                 if not i:
                     axis.set_title(activation, fontsize=6)
-        axes[i * 2 * MAP_SAMPLES].set_ylabel(f"step {step}", fontsize=7)
+        axes[i * 2 * samples].set_ylabel(f"step {step}", fontsize=7)
     figure.suptitle(
-        f"Attention weights of {MAP_SAMPLES} samples: rows are queries, columns keys; white is 0, the darkest colour "
+        f"Attention weights of {samples} samples: rows are queries, columns keys; white is 0, the darkest colour "
         "the number below a map and more (the 99.5 % quantile of its kind and step)",
         fontsize=8,
     )

@@ -84,7 +84,7 @@ class Page:
 def write_page(
     folder: Path, experiment: Experiment, setting: Setting, result: Result, provenance: dict[str, Any]
 ) -> Page:
-    """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
+    """Write data.jsonl, page.json, figure.svg and page.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in result.data]
     stored_figure = setting.stored.figure if result.figure is None else None
@@ -114,7 +114,6 @@ def write_page(
         shutil.copyfile(stored_figure, folder / "figure.svg")
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
-        result.figure.savefig(folder / "figure.png", dpi=110)
     _store(folder, page)
     return page
 

@@ -1,17 +1,18 @@
 """The command line: demo, info, and errors of one line."""
 
 import io
-import json
 import re
 import signal
 import sys
+from functools import partial
 
 import pytest
 
 import sigattn
 from sigattn import cli
 from sigattn.cli.errors import exit_on_errors
-from sigattn.recipes import RECIPES
+from sigattn.demo import training
+from sigattn.recipes import RECIPES, Recipe
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.metrics import read_metrics
 
@@ -37,8 +38,10 @@ def contents(folder):
 
 
 def test_an_interrupted_demo_is_resumed_and_writes_a_report(tmp_path, capsys, monkeypatch):
-    folder = tmp_path / "run"
-    arguments = ["demo", "--run-folder", str(folder), *SMALL]
+    folder, text = tmp_path / "run", tmp_path / "the.txt"
+    text.write_text("the text of a demo. " * 200)
+    arguments = ["demo", "--run-folder", str(folder), "--text", str(text), *SMALL]
+    monkeypatch.setattr(training, "generate_sample", partial(training.generate_sample, length=5))
     evaluate = LanguageModelling.evaluate
 
     def interrupted(*args):
@@ -63,14 +66,12 @@ def test_an_interrupted_demo_is_resumed_and_writes_a_report(tmp_path, capsys, mo
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         assert [row["step"] for row in read_metrics(folder / name / "metrics.jsonl")] == [*range(6)]
         assert (folder / name / "model" / "model.safetensors").exists()
-    config = json.loads((folder / "config.json").read_text())
-    assert config["model"]["embed_dim"] == 16
-    assert config["text"]["source"] == "pydoc_data.topics"
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 1
     addresses = {address.removeprefix("www.") for address in re.findall(r"http://([\w.]*)", page)}
     assert addresses <= {"w3.org", "purl.org", "creativecommons.org"}  # self-contained: names of XML dialects only
-    for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text"):
+    settings = "<td>model: embed_dim</td><td>16</td>"
+    for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text", "the.txt", settings):
         assert expected in page
     before = contents(folder)
     failure([*arguments, "--learning-rate", "1", "--resume"], capsys)
@@ -97,6 +98,7 @@ def test_a_terminal_without_unicode(monkeypatch):
 
 def test_recipes_fit_a_terminal_of_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Recipe, "parameters", lambda _: 1_234_567_890)  # without building each
     cli.main(["recipes"])
     *lines, _ = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -53,10 +53,6 @@ class TestTrain:
         assert len(said(capsys, "generate", run, *options, "--top-k", "5", "--top-p", "0.9")) >= 4
         stopped = said(capsys, "generate", run, *options, "--temperature", "0", "--stop", text[8])
         assert stopped.startswith("A ")
-        _, message = failure(["generate", run, "--stop", "two"], capsys)
-        assert "--stop must be one token, and 'two' has 3" in message
-        _, message = failure(["generate", run, "--top-p", "2"], capsys)
-        assert "top_p must lie in (0, 1]" in message
         code, message = failure(["probe", run], capsys)
         assert code == 1
         assert "LanguageModel (lm-1b-2k-tiny), no vision transformer" in message
@@ -169,6 +165,9 @@ class TestTrain:
         flags = "--tiny --softmax --model.layer-drop --model.position --training.decay-every --task.alphabet --data"
         for flag in flags.split():
             assert flag in out
+        with pytest.raises(SystemExit):
+            cli.main(["train", "vit-mae", "--tiny", "--softmax", "--help"])
+        assert "--model.encoder.embed-dim" in capsys.readouterr().out
         with pytest.raises(SystemExit) as stop:
             cli.main(["train"])
         assert stop.value.code == 2
@@ -184,11 +183,10 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
         assert name in out
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one = said(capsys, "recipes", "asr-ls100-post")
-    assert "Adagrad".lower() in one
-    assert "H100 hours" in one
-    assert "word error rate" in one.replace("\n", " ")
-    assert "encoder.embed_dim" in said(capsys, "recipes", "vit-mae-tiny-softmax")
+        one = said(capsys, "recipes", "asr-ls100-post").replace("\n", " ")
+    for expected in ("word error rate", "parameters: ", "tokens trained on: ", "H100 hours"):
+        assert expected in one
+    assert "tiny form" in said(capsys, "recipes", "vit-mae-tiny-softmax")
 
 
 def test_evaluate_speech_by_split_on_librispeech_and_by_duration_on_tedlium(tmp_path, capsys):

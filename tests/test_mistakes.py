@@ -1,14 +1,11 @@
 """Mistakes at the command line: each ends in one line that names it, and in an exit code."""
 
-import errno
 import json
 import os
-import pathlib
 import random
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -39,11 +36,10 @@ def run(tmp_path):
 def corpus(tmp_path):
     """A text, its tokenizer, and both packed."""
     pytest.importorskip("tokenizers")
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
-    tokenizer = tmp_path / "tokenizer.json"
-    cli.main(["tokenizer", "--data", str(tmp_path / "text.txt"), "--save", str(tokenizer), "--vocab-size", "300"])
-    cli.main(["pack", "--data", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--save",
-              str(tmp_path / "text.bin")])  # fmt: skip
+    text, tokenizer, packed = (str(tmp_path / name) for name in ("text.txt", "tokenizer.json", "text.bin"))
+    Path(text).write_text("the cat sat on the mat. " * 400)
+    cli.main(["tokenizer", "--data", text, "--save", tokenizer, "--vocab-size", "300"])
+    cli.main(["pack", "--data", text, "--tokenizer", tokenizer, "--save", packed])
     return tmp_path
 
 
@@ -71,16 +67,14 @@ SETTINGS = [
     (["train", "lm-1b-2k"], "(--tokenizer, --data, --model.vocab-size)"),
     (["train", "vit-mae", "--tiny", "--tokenizer", "x"], "takes no tokenizer"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z"], "ends in .bin"),
-    (
-        ["train", "vit-supervised", "--tiny", "--model.num-classes", "5"],
-        "10 classes and the model 5 (--model.num-classes)",
-    ),
+    (["train", "vit-supervised", "--tiny", "--model.num-classes", "5"], "the model 5 (--model.num-classes)"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
     (["demo", "--log-attention-every", "5"], "log_attention_every must be 1"),
     (["demo", "--embed-dim", "16", "--num-heads", "16"], "head_dim must be even, got 1"),
     (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
+    (["theory", "--limit", "3"], "limit must be at least 4, got 3"),
 ]
 
 
@@ -105,15 +99,17 @@ def test_more_processes_than_there_are(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("option", "value", "message"),
     [
-        (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
-        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
-        (["--prompt", ""], "--prompt is empty: give the text to continue"),
+        ("--temperature", "nan", "temperature must be a finite number of at least 0, got nan"),
+        ("--max-new-tokens", "-1", "max_new_tokens must be at least 0, got -1"),
+        ("--prompt", "", "--prompt is empty: give the text to continue"),
+        ("--stop", "two", "--stop must be one token, and 'two' has 3"),
+        ("--top-p", "2", "top_p must lie in (0, 1]"),
     ],
 )
-def test_generating(arguments, message, run, capsys):
-    mistake(["generate", run, *arguments], USAGE, message, capsys)
+def test_generating(option, value, message, run, capsys):
+    mistake(["generate", run, option, value], USAGE, message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +119,13 @@ def test_generating(arguments, message, run, capsys):
         ('{"format": 2}', "run.json lacks data, model, recipe, task, tokenizer, training"),
         ("[]", "run.json must hold a JSON object, got list"),
         ("not JSON", "run.json is no JSON"),
-        ("\xff", "run.json is no JSON"),
         ("[" * 100_000, "run.json is no JSON"),
         (None, "it holds no run.json"),
         ({"recipe": "nosuch"}, "no recipe is called 'nosuch'"),
         ({"recipe": 5}, "run.json has a wrong value for recipe: '5'"),
         ({"training": {"betas": [0.9, 0.95], "max_steps": 0}}, "max_steps must be at least 1, got 0"),
-        (
-            {"training": {"betas": [0.9, 0.95], "nosuch": 0}},
-            "TrainConfig has no nosuch: these settings were written by",
-        ),
+        ({"training": {"nosuch": 0}}, "TrainConfig has no nosuch: these settings were written by"),
         ({"model": {"embed_dim": "wide"}}, "embed_dim must be a whole number, got 'wide'"),
-        ({"task": {"end_token": -1}}, "end_token must be at least 0, got -1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -145,24 +136,21 @@ def test_run_json(content, message, run, capsys):
     elif isinstance(content, dict):
         path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
     else:
-        path.write_bytes(content.encode("latin-1"))
-    for command in ("evaluate", "generate", "probe"):
-        mistake([command, run], DATA, f"cannot read the run in {run}: ", capsys)
+        path.write_text(content)
     mistake(["evaluate", run], DATA, message, capsys)
+
+
+def test_commands_for_runs_name_the_folder(tmp_path, capsys):
+    for command in ("evaluate", "generate", "probe"):
+        mistake([command, tmp_path], DATA, f"cannot read the run in {tmp_path}: it holds no run.json", capsys)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("config.json", "{}", "config.json lacks config, model"),
-        ("config.json", "not JSON", "config.json is no JSON"),
         ("config.json", '{"model": "nosuch", "config": {}}', "'nosuch'"),
         ("config.json", '{"model": "language", "config": {"embed_dim": 0}}', "embed_dim must be at least 1, got 0"),
-        (
-            "config.json",
-            '{"model": "language", "config": {"width": 8}}',
-            "has no width: these settings were written by",
-        ),
         ("config.json", '{"model": "language", "config": {}}', "config.json has changed since it was written"),
         ("model.safetensors", "no tensors at all", "model.safetensors has changed since it was written"),
         ("SHA256SUMS", None, "model has no SHA256SUMS: the file was deleted, or another version"),
@@ -179,11 +167,9 @@ def test_model_folder(file, content, message, run, capsys):
 def test_every_flipped_bit_of_a_run_is_reported_or_harmless(run):
     recipe, weights = read_run(run), saving.load(run / "model").state_dict()
     chance, harmless = random.Random(0), 0
-    files = [run / "run.json", run / "SHA256SUMS", *(run / "model").iterdir()]
-    assert len(files) == 5
-    for file in files:
+    for file in (run / "run.json", run / "SHA256SUMS", *sorted((run / "model").iterdir())):
         content = file.read_bytes()
-        for position in chance.sample(range(len(content)), 40):
+        for position in chance.sample(range(len(content)), 8):
             flipped = bytearray(content)
             flipped[position] ^= 1 << chance.randrange(8)
             file.write_bytes(flipped)
@@ -195,14 +181,12 @@ def test_every_flipped_bit_of_a_run_is_reported_or_harmless(run):
             assert same == recipe
             assert all(torch.equal(loaded[name], value) for name, value in weights.items()), (file, position)
         file.write_bytes(content)
-    assert harmless < 5
+    assert harmless < 3
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "text.bin.json lacks sha256, tokenizer, tokenizer_sha256, tokens, vocab_size"),
-        ("[1]", "must hold a JSON object, got list"),
         ({"tokens": True}, "wrong value for tokens: 'True'"),
         ({"tokens": 5}, "should hold 5 tokens"),
         (None, "No such file"),
@@ -210,9 +194,10 @@ def test_every_flipped_bit_of_a_run_is_reported_or_harmless(run):
 )
 def test_packed_tokens(content, message, corpus, capsys):
     about = corpus / "text.bin.json"
-    if isinstance(content, dict):
-        content = json.dumps({**json.loads(about.read_text()), **content})
-    about.unlink() if content is None else about.write_text(content)
+    if content is None:
+        about.unlink()
+    else:
+        about.write_text(json.dumps({**json.loads(about.read_text()), **content}))
     arguments = ["train", *TINY, "--data", corpus / "text.bin", "--model.vocab-size", "300"]
     mistake([*arguments, "--folder", corpus / "run"], DATA, message, capsys)
     assert not (corpus / "run").exists()
@@ -237,14 +222,11 @@ def test_tokens_beyond_the_vocabulary(token, corpus):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": 5}\n', 'a.jsonl, line 1: expected JSON with a "text", got'),
-        ("a.jsonl", b"[1, 2]\n", "a.jsonl, line 1: expected JSON"),
-        ("a.jsonl", b'"text"\n', "a.jsonl, line 1: expected JSON"),
         ("a.jsonl", b'{"text": "fine"}\n' + b"[" * 100_000, "a.jsonl, line 2: expected JSON"),
         ("a.jsonl", b"\xff\xfe\n", "a.jsonl: 'utf-8' codec"),
         ("a.jsonl.gz", b"not zipped", "a.jsonl.gz: Not a gzipped file"),
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff" + b"x" * 50, "cannot read"),
         ("a.parquet", b"no parquet", "a.parquet: "),
-        ("a.parquet", b"", "a.parquet: "),
         ("a.parquet", {"text": [1, 2]}, 'the column "text" of'),
         ("a.parquet", {"words": ["one"]}, 'no column "text"'),
     ],
@@ -284,25 +266,6 @@ def test_where_results_go(corpus, capsys):
     assert contents(corpus) == before
 
 
-def test_without_permission(tmp_path, capsys, monkeypatch):
-    """Root may write everywhere, so the system's answer is imitated."""
-    mkdir = Path.mkdir
-
-    def refused(self, *args, **kwargs):
-        if self.is_relative_to(tmp_path / "run"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        mkdir(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "mkdir", refused)
-    mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, f"{tmp_path / 'run'}", capsys)
-    mistake(["demo", "--run-folder", tmp_path / "run"], DATA, "run: Permission denied", capsys)
-
-
-def no_space():
-    """Return the error of a full disk, without a file's name, as the system raises it."""
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def raising(error):
     def function(*_args, **_more):
         raise error
@@ -310,48 +273,44 @@ def raising(error):
     return function
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """Let writes to files of a name fail."""
-
-    def fill(ending):
-        opened = pathlib.Path.open
-
-        def full(self, mode="r", *args, **kwargs):
-            file = opened(self, mode, *args, **kwargs)
-            if self.name.endswith(ending) and mode not in ("r", "rb"):
-                wrapped = mock.MagicMock(wraps=file)
-                wrapped.__enter__.return_value, wrapped.write.side_effect = wrapped, no_space()
-                wrapped.__exit__.side_effect = lambda *_: file.close()
-                return wrapped
-            return file
-
-        monkeypatch.setattr(pathlib.Path, "open", full)
-
-    return fill
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a file on a full disk")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "about.json", "config.json", "SHA256SUMS"])
-def test_full_disk_while_training(name, full_disk, tmp_path, capsys):
-    full_disk(name)
-    mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, f"{name}: No space left on device", capsys)
+@NEEDS_FULL
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "model/config.json"])
+def test_full_disk_while_training(name, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / (f"{name}.unfinished" if name == "metrics.jsonl" else name)).symlink_to("/dev/full")
+    mistake(["train", *TINY, "--folder", tmp_path], DATA, f"{name}: No space left on device", capsys)
+
+
+@NEEDS_FULL
+def test_full_disk_while_a_corpus_is_written(corpus, capsys):
+    data = ["--data", corpus / "text.txt"]
+    for name, command in (
+        ("new.bin.unfinished", ["pack", *data, "--tokenizer", corpus / "tokenizer.json", "--save", corpus / "new.bin"]),
+        ("new.json", ["tokenizer", *data, "--vocab-size", "300", "--save", corpus / "new.json"]),
+    ):
+        (corpus / name).symlink_to("/dev/full")
+        mistake(command, DATA, f"{name}: No space left on device", capsys)
+    assert not list(corpus.glob("new.bin*"))
+
+
+ADVICE = "): lower the size of batches, models or sequences"
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         (["--model.mlp-dim", str(10**13)], "can't allocate memory: you tried to allocate "),
-        (["--training.batch-size", str(10**13)], "can't allocate memory: you tried to allocate "),
         (["--model.embed-dim", str(10**10)], "Storage size calculation overflowed"),
     ],
 )
 def test_settings_that_take_too_much_memory(setting, message, tmp_path, capsys):
-    arguments = ["train", "lm-1b-2k", "--tiny", "--folder", tmp_path / "run", *setting]
-    code, said = failure([str(a) for a in arguments], capsys)
-    assert code == DATA
+    arguments = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *setting]
+    code, said = failure(arguments, capsys)
+    assert (code, message in said, ADVICE in said) == (DATA, True, True), said
     assert said.startswith("sigattn: out of memory (")
-    assert message in said
-    assert "): lower the size of batches, models or sequences" in said
 
 
 @pytest.mark.parametrize(
@@ -359,26 +318,7 @@ def test_settings_that_take_too_much_memory(setting, message, tmp_path, capsys):
 )
 def test_memory_errors_advise(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train", raising(error))
-    arguments = ["train", *TINY, "--folder", tmp_path / "run"]
-    mistake(arguments, DATA, "lower the size of batches, models or sequences, or the number of workers; ", capsys)
-
-
-def test_full_disk_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "fsync", raising(no_space()))
-    arguments = ["train", *TINY, "--folder", tmp_path / "run"]
-    mistake(arguments, DATA, f"cannot write the checkpoint {tmp_path / 'run' / 'checkpoints'}", capsys)
-    monkeypatch.undo()
-    cli.main([*map(str, arguments), "--resume"])  # what was left half written is no checkpoint
-
-
-def test_full_disk_while_packing(full_disk, corpus, capsys):
-    full_disk("new.bin.unfinished")
-    arguments = ["--tokenizer", corpus / "tokenizer.json", "--save", corpus / "new.bin"]
-    mistake(["pack", "--data", corpus / "text.txt", *arguments], DATA, "new.bin.unfinished: No space left", capsys)
-    assert not list(corpus.glob("new*"))
-    full_disk("new.json")
-    arguments = ["--save", corpus / "new.json", "--vocab-size", "300"]
-    mistake(["tokenizer", "--data", corpus / "text.txt", *arguments], DATA, "new.json: No space left", capsys)
+    mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, ADVICE, capsys)
 
 
 def test_full_disk_while_the_model_is_saved(tmp_path, monkeypatch, capsys):
@@ -421,7 +361,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path):
 
 def test_defects_keep_their_traceback(monkeypatch):
     """One line is for mistakes of users; a ValueError from within is a defect."""
-    monkeypatch.setattr("sigattn.cli.train._print_recipe", raising(ValueError("a defect")))
+    monkeypatch.setattr("sigattn.cli.train.find_recipe", raising(ValueError("a defect")))
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["recipes", "lm-1b-2k"])
 

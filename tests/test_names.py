@@ -1,12 +1,11 @@
 """Dotted names of this library in documentation, docstrings and error messages exist."""
 
-import ast
 import functools
 import re
+import symtable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src"
 NAME = re.compile(r"(?<![\w./-])sigattn(?:\.[A-Za-z]\w*)+")
 IMPORT = re.compile(r"from (sigattn[\w.]*) import (\w+(?:, \w+)*)")
 CODE = [f for folder in ("src", "experiments", "benchmarks") for f in (ROOT / folder).rglob("*.py")]
@@ -15,54 +14,32 @@ HISTORY = {"log.md", "CHANGELOG.md"}  # they may name what is gone
 FILES = {"toml", "json", "md", "py"}  # sigattn.toml is a file
 
 
-def defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return what statements define, by name."""
-    found: dict[str, ast.stmt] = {}
-    for node in body:
-        match node:
-            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
-                found[node.name] = node
-            case ast.Import() | ast.ImportFrom():
-                found.update({(a.asname or a.name): node for a in node.names})
-            case ast.Assign():
-                found.update(
-                    {t.id: node for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
-                )
-                if found.keys() & {"__all__"} and isinstance(node.value, ast.List | ast.Tuple):
-                    names = [e.value for e in node.value.elts if isinstance(e, ast.Constant)]
-                    found.update(dict.fromkeys(filter(str.isidentifier, names), node) | found)
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                found[name] = node
-            case ast.If() | ast.Try():
-                found.update(defined(node.body) | defined(node.orelse))
-    return found
-
-
 @functools.cache
-def names_of(module: Path) -> dict[str, ast.stmt]:
-    """Return what a module defines, by name."""
-    return defined(ast.parse(module.read_text()).body)
+def defined(module: Path) -> dict[str, set[str] | None]:
+    """Return the names that a module defines or imports, each class of its own with the names in its body."""
+
+    def names(table):
+        return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_annotated()}
+
+    table = symtable.symtable(module.read_text(), module.name, "exec")
+    classes = {child.get_name(): names(child) for child in table.get_children() if child.get_type() == "class"}
+    return dict.fromkeys(names(table)) | classes
 
 
 def exists(name: str) -> bool:
-    """Return True if a dotted name is a module, or an object of one; inherited attributes are not followed."""
-    folder = SOURCE
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if (folder / part).is_dir():
-            folder = folder / part
-            continue
-        module = folder / f"{part}.py"
-        rest = parts[i + 1 :] if module.is_file() else parts[i:]
-        if not module.is_file():
-            module = folder / "__init__.py"
-        if not rest:
-            return True
-        node = names_of(module).get(rest[0])
-        if not isinstance(node, ast.ClassDef) or len(rest) == 1:
-            return node is not None
-        return rest[1] in defined(node.body) or bool(node.bases)
-    return True
+    """Return True if a dotted name is a module, an object of one, or an attribute of a class, not inherited."""
+    path, parts = ROOT / "src", name.split(".")
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    module = path / f"{parts[0]}.py" if parts else path
+    if module.is_file():
+        parts.pop(0)
+    else:
+        module = path / "__init__.py"
+    if not parts or parts[0] not in defined(module):
+        return not parts
+    attributes = defined(module)[parts[0]]
+    return attributes is None or set(parts[1:2]) <= attributes
 
 
 def test_names_exist():

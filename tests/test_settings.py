@@ -16,7 +16,6 @@ from sigattn.cli import COMMANDS
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.recipes import RECIPES
-from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError, check_at_least
 
@@ -134,8 +133,6 @@ def test_what_is_accepted_of_a_transformer_gives_finite_numbers(name, value):
 
 
 def test_settings_that_contradict_one_another():
-    with pytest.raises(SettingsError, match="end_token must be below the vocabulary of 256, got 256"):
-        LanguageModelling(end_token=256).build(LanguageModelConfig())
     with pytest.raises(SettingsError, match="layers must be a whole number, got 'many'"):
         check_at_least(1, {"layers": "many"})
     with pytest.raises(SettingsError, match=r"seed must be below 2\^32, got 4294967296"):
@@ -144,8 +141,6 @@ def test_settings_that_contradict_one_another():
         LanguageModel(LanguageModelConfig(num_layers=1)).generate(
             torch.zeros(1, 1, dtype=torch.int64), 1, stop_tokens=[256]
         )
-    with pytest.raises(SettingsError, match="between 0 and 1"):
-        TrainConfig(ema=1.0)
     assert issubclass(SettingsError, ValueError)
 
 
@@ -155,16 +150,13 @@ def documented(function_or_class):
     return set(re.findall(r"^ {4}(\w+): ", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("kind", configurations(), ids=lambda kind: kind.__name__)
-def test_every_setting_has_a_help_text(kind):
-    known = set().union(*(documented(parent) for parent in kind.__mro__ if dataclasses.is_dataclass(parent)))
-    assert {field.name for field in dataclasses.fields(kind)} <= known
-
-
-@pytest.mark.parametrize("command", EVERY_COMMAND, ids=lambda command: command.__name__)
-def test_every_argument_of_a_command_has_a_help_text(command):
-    hints = {name: hint for name, hint in typing.get_type_hints(command).items() if name != "return"}
-    assert {name for name, hint in hints.items() if not dataclasses.is_dataclass(hint)} <= documented(command)
+def test_every_setting_has_a_help_text():
+    for kind in configurations():
+        known = set().union(*(documented(parent) for parent in kind.__mro__ if dataclasses.is_dataclass(parent)))
+        assert {field.name for field in dataclasses.fields(kind)} <= known, kind
+    for command in EVERY_COMMAND:
+        hints = {name: hint for name, hint in typing.get_type_hints(command).items() if name != "return"}
+        assert {n for n, hint in hints.items() if not dataclasses.is_dataclass(hint)} <= documented(command), command
 
 
 def test_help_shows_these_texts(capsys, monkeypatch):

@@ -42,11 +42,9 @@ def explain_import_errors(extra: str) -> Iterator[None]:
 
 
 def _explanation(error: BaseException, extra: str) -> str:
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None:
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(link)
-        link = link.__cause__ or link.__context__
     for link in chain:
         if "torchvision::" in str(link):
             return (

@@ -10,14 +10,12 @@ from experiments.small_models import (
     CANDIDATES,
     CHOOSING,
     JUDGING,
-    LARGER,
     NEW_TASKS,
     PER_QUERY,
     SMALL,
     SOFTMAX,
     SOURCE_CODE,
     TASKS,
-    VISIBLE,
     choose,
     with_small_advice,
 )
@@ -50,36 +48,6 @@ def test_the_worst_task_decides_in_units_of_its_tolerance():
     assert choose(better + judged) == OTHER
     worse = candidates(CHOOSING, language=(2.0, 2.01, 1.90), vision=(0.9, 0.9, 0.86))
     assert choose(worse + judged) == ADVICE
-
-
-def test_verdicts_of_the_search():
-    data = candidates(CHOOSING, language=(2.0, 2.03, 1.9), vision=(0.9, 0.8, 0.9))
-    data += candidates(JUDGING, language=(2.0, 2.1, 1.9), vision=(0.9, 0.89, 0.8))
-    assert {f.claim: f.verdict for f in SEARCH.judge(data, "small")} == {
-        "The paper's advice is at least level with softmax: language.": "differs",
-        "The paper's advice is at least level with softmax: vision.": "agrees",
-        "The chosen recipe is at least level with softmax: language.": "agrees",
-        "The chosen recipe is at least level with softmax: vision.": "differs",
-    }
-
-
-@pytest.mark.parametrize(
-    ("code", "sums", "verdicts"),
-    [
-        ((2.0, 1.9), (0.01, 0.1), ["agrees", "differs"]),  # less is better
-        ((4.5, 1.9), (0.6, 0.1), ["not shown", "not shown"]),  # what softmax has not learned decides nothing
-    ],
-)
-def test_verdicts_on_new_tasks(code, sums, verdicts):
-    data = rows((SOFTMAX, SMALL), {SOURCE_CODE: code, SUM: sums})
-    assert [f.verdict for f in TRANSFER.judge(data, "small")] == verdicts
-
-
-@pytest.mark.parametrize(("value", "verdict"), [(1.9, "agrees"), (1.8, "differs"), (1.7, "differs")])
-def test_starts_of_the_bias(value, verdict):
-    """The sum of ALiBi's weights is the better start only if the number of visible keys has more bits."""
-    data = rows((SOFTMAX, SMALL, VISIBLE), {LARGER: (1.8, 1.8, value)})
-    assert TRANSFER.judge(data, "small")[-1].verdict == verdict
 
 
 @pytest.mark.parametrize("domain", ["vision", "speech", "language"])

@@ -21,7 +21,7 @@ def draw(activation, seed, n=7, d=4, **options):
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("hybrid_norm", [False, True])
 def test_matrix_free_norm_agrees_with_the_full_matrix(activation, hybrid_norm):
-    for seed in range(5):
+    for seed in range(2):
         head, x = draw(activation, seed, hybrid_norm=hybrid_norm)
         assert jacobian_norm_matrix_free(head, x, tolerance=1e-13) == pytest.approx(jacobian_norm(head, x), rel=1e-4)
 
@@ -45,10 +45,10 @@ def test_norms_stay_below_their_bounds(seed):
 
 
 def test_search_finds_no_violation_of_theorem_3_2():
-    found = regularity.search(trials=300, climbs=6)
-    assert found.cases == 300 + 6 * 60
-    assert found.exceeded == 0
-    assert found.largest_searched > 0.9  # the bound is nearly attained
+    drawn, climbed = regularity.search(trials=100, climbs=3)
+    assert (len(drawn), len(climbed)) == (100, 3 * 60)
+    assert max(*drawn, *climbed) < 1 + 1e-9
+    assert max(climbed) > 0.9  # the bound is nearly attained
 
 
 @pytest.mark.parametrize("radius", [1.0, 2.0, 3.0, 4.0])

@@ -69,7 +69,7 @@ def convert_run(options: ConvertConfig) -> None:
     source = options.source
     model_folder = source / "model" if (source / "model").is_dir() else source
     recipe, data_path, tokenizer = _read(source, model_folder)
-    recipe = recipe.with_training(**_training(recipe, options))
+    recipe = _with_fine_tuning(recipe, options)
     data_path, tokenizer = options.data or data_path, options.tokenizer or tokenizer
     folder = options.folder or source.with_name(f"{source.resolve().name}-sigmoid")
     if (folder / "model").exists() and not list_checkpoints(folder / "checkpoints"):
@@ -139,21 +139,21 @@ def _saves_all_layers(recipe: Recipe) -> bool:
     return recipe.task.backbone(module) is module
 
 
-def _training(recipe: Recipe, options: ConvertConfig) -> dict[str, Any]:
-    """Return the settings of the fine-tuning that differ from the run's training."""
-    steps, size = options.steps, options.batch_size
-    return {
-        "max_steps": max(steps, 1),
-        "learning_rate": options.learning_rate,
-        "batch_size": recipe.training.batch_size if size is None else size,
-        "schedule": "cosine",
-        "warmup_steps": min(10, steps // 10),
-        "validate_every": max(1, steps // 10),
-        "checkpoint_every": max(1, steps // 4),
-        "log_attention_every": 1,
-        "ema": None,
-        "tensor_parallel": 1,
-    }
+def _with_fine_tuning(recipe: Recipe, options: ConvertConfig) -> Recipe:
+    """Return the recipe with the settings of the fine-tuning."""
+    steps = options.steps
+    return recipe.with_training(
+        max_steps=max(steps, 1),
+        learning_rate=options.learning_rate,
+        batch_size=options.batch_size or recipe.training.batch_size,
+        schedule="cosine",
+        warmup_steps=min(10, steps // 10),
+        validate_every=max(1, steps // 10),
+        checkpoint_every=max(1, steps // 4),
+        log_attention_every=1,
+        ema=None,
+        tensor_parallel=1,
+    )
 
 
 def _convert(
@@ -161,6 +161,7 @@ def _convert(
 ) -> tuple[Any, ConversionReport, dict[str, dict[str, float]]]:
     """Return the converted model, the report, and the held-out metrics before and after the conversion."""
     console, device, training = Console(), init_process_mesh().device, recipe.training
+    model: Any = saving.load(model_folder, device)
 
     def on_device(batch: Batch) -> Batch:
         return tuple(t.to(device) for t in batch)
@@ -169,12 +170,10 @@ def _convert(
         with evaluation_mode(model), torch.no_grad():
             return recipe.task.evaluate(model, map(on_device, data.validation(training.eval_batch_size)))
 
-    model: Any = saving.load(model_folder, device)
-    with console.status("evaluating the softmax model"):
+    with console.status("evaluating, and fitting the bias"):
         before = evaluate()
-    with console.status("fitting the bias"):
         batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(num_batches)]
         report = convert(model, batches, loss=recipe.task.loss)
+        after = evaluate()
     console.print(str(report), highlight=False, markup=False, soft_wrap=True)
-    with console.status("evaluating the converted model"):
-        return model, report, {"softmax": before, "converted": evaluate()}
+    return model, report, {"softmax": before, "converted": after}

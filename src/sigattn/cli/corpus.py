@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from sigattn.cli.progress import CorpusProgress
-from sigattn.data.tokens import END, load_tokenizer, pack_corpus, train_tokenizer
+from sigattn.data.tokens import END, Progress, load_tokenizer, pack_corpus, train_tokenizer
 from sigattn.validation import SettingsError, check_at_least
 
 
@@ -20,8 +21,8 @@ def make_tokenizer(data: Path, save: Path, vocab_size: int = 32_768) -> None:
         save: the JSON file to write.
         vocab_size: number of tokens.
     """
-    with CorpusProgress(Console(), "tokenizer") as display:
-        tokenizer = train_tokenizer(data, vocab_size, save, display.show)
+    with _progress() as show:
+        tokenizer = train_tokenizer(data, vocab_size, save, show)
     print(f"{tokenizer.get_vocab_size()} tokens: {save}; documents end with {tokenizer.token_to_id(END)}")
 
 
@@ -38,6 +39,18 @@ def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = Non
     check_at_least(1, {"limit": limit})
     if save.suffix != ".bin":
         raise SettingsError(f"name a file that ends in .bin, got {save}")
-    with CorpusProgress(Console(), "pack", limit) as display:
-        count = pack_corpus(data, load_tokenizer(tokenizer), save, limit, display.show)
+    with _progress() as show:
+        count = pack_corpus(data, load_tokenizer(tokenizer), save, limit, show)
     print(f"{count:,} tokens: {save}")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show the numbers of documents and tokens read so far, if the output is a terminal."""
+    with Console().status("reading") as status:
+
+        def show(documents: int, tokens: int) -> None:
+            if documents % 100 == 0:
+                status.update(f"{documents:,} documents" + (f", {tokens:,} tokens" if tokens else ""))
+
+        yield show

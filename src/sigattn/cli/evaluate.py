@@ -46,7 +46,7 @@ def generate(
     /,
     prompt: str = "The ",
     max_new_tokens: int = 200,
-    temperature: float | None = None,
+    temperature: float = 0.7,
     top_k: int | None = None,
     top_p: float | None = None,
     stop: str = "",
@@ -58,7 +58,7 @@ def generate(
         folder: folder of the run.
         prompt: text to continue.
         max_new_tokens: largest number of new tokens.
-        temperature: sampling temperature, None for 0.7; 0 for the likeliest token each time.
+        temperature: sampling temperature; 0 for the likeliest token each time.
         top_k: sample from this number of likeliest tokens only.
         top_p: sample from the likeliest tokens that together have this probability.
         stop: end after this character, or any text that is one token.
@@ -82,7 +82,7 @@ def generate(
     (result,) = model.generate(
         [torch.tensor(encode(prompt), dtype=torch.int64)],
         max_new_tokens,
-        temperature=0.7 if temperature is None else temperature,
+        temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         stop_tokens=ends,
@@ -161,15 +161,14 @@ def lm_eval(
     adapter = harness.SigattnLM(model, tokenizer, batch_size, end)
     try:
         results = harness.evaluate(adapter, tasks, include=include, limit=limit)
-    except ConnectionError as error:
-        raise DataError(" ".join(str(error).split())) from error
-    except ValueError as error:
-        raise SettingsError(" ".join(str(error).split())) from error
-    rows = []
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            if not name.endswith("_stderr"):
-                spread = metrics.get(f"{name}_stderr")
-                rows.append((task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}"))
+    except (ConnectionError, ValueError) as error:
+        kind = DataError if isinstance(error, ConnectionError) else SettingsError
+        raise kind(str(error)) from error
+    rows = [
+        (task, name, f"{value:.4g}", f"{spread:.2g}" if (spread := metrics.get(f"{name}_stderr")) is not None else "")
+        for task, metrics in results.items()
+        for name, value in metrics.items()
+        if not name.endswith("_stderr")
+    ]
     print_table(("task", "metric", "value", "± standard error"), rows)
     write_text(folder / "lm_eval.json", json.dumps(results, indent=2) + "\n")

@@ -1,12 +1,11 @@
-"""Progress of training and of reading a corpus: bars on a terminal, else lines."""
+"""Progress of training: bars on a terminal, else lines."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 
@@ -41,32 +40,3 @@ class TrainingProgress(Progress):
         self.update(self.task_ids[-1], completed=done, description=text)
         if not self.console.is_terminal and (done % self.STEPS_PER_LINE == 0 or done in (1, self.steps)):
             self.console.print(f"{title}: step {done} {text}", soft_wrap=True, highlight=False)
-
-
-class CorpusProgress(Progress):
-    """Documents and tokens read so far: a bar on a terminal, else a line every 10 seconds.
-
-    Args:
-        console: where to print. title: of the bar. limit: number of tokens at which the bar is full; None if unknown.
-    """
-
-    SECONDS = 10.0  # between lines
-    REFRESH = 0.1  # seconds between updates of the bar
-
-    def __init__(self, console: Console, title: str, limit: int | None = None) -> None:
-        columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        super().__init__(*columns, console=console, disable=not console.is_terminal)
-        self.interval: float = self.REFRESH if console.is_terminal else self.SECONDS
-        self.shown: float = time.monotonic()
-        self.add_task("", total=limit)
-
-    def show(self, documents: int, tokens: int) -> None:
-        """Show new numbers, unless the last ones were shown less than ``interval`` seconds ago."""
-        now = time.monotonic()
-        if now - self.shown < self.interval:
-            return
-        self.shown = now
-        text = f"{documents:,} documents" + (f", {tokens:,} tokens" if tokens else "")
-        self.update(self.task_ids[0], completed=tokens, description=text)
-        if not self.console.is_terminal:
-            self.console.print(text, soft_wrap=True, highlight=False)

@@ -47,17 +47,14 @@ def train_recipe(arguments: list[str]) -> None:
 
 def _options(recipe: Recipe, arguments: list[str]) -> Any:
     """Parse the settings of a recipe, each with its flag, and the paths of data and results."""
-
-    def option(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
-        return name, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=default)
-
-    fields = [
-        option("data", Path | None, None, "folder, file or hf:NAME:CONFIGURATION; see sigattn recipes"),
-        option("tokenizer", Path | None, None, "of a language model; none for bytes"),
-        option("folder", Path, Path("runs") / recipe.name, "for metrics, checkpoints, model"),
-        option("resume", bool, False, "continue from the last checkpoint, if any"),
-        option("workers", int, 0, "number of processes that read images"),
-    ]
+    paths: tuple[tuple[str, Any, Any, str], ...] = (
+        ("data", Path | None, None, "folder, file or hf:NAME:CONFIGURATION; see sigattn recipes"),
+        ("tokenizer", Path | None, None, "of a language model; none for bytes"),
+        ("folder", Path, Path("runs") / recipe.name, "for metrics, checkpoints, model"),
+        ("resume", bool, False, "continue from the last checkpoint, if any"),
+        ("workers", int, 0, "number of processes that read images"),
+    )
+    fields = [(n, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=d)) for n, kind, d, text in paths]
     for name in ("model", "task", "training"):
         settings = getattr(recipe, name)
         fields.append((name, type(settings), dataclasses.field(default=settings)))
@@ -104,7 +101,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
 
 
 def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
-    """List all recipes with the columns of the paper's practitioner's guide, or print every setting of one.
+    """List all recipes with the columns of the paper's practitioner's guide, or describe one.
 
     Args:
         name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
@@ -112,38 +109,19 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")
         if name is not None:
-            _print_recipe(name)
+            recipe = find_recipe(name)
+            print(f"{_documentation(name)}\n")
+            print(f"parameters: {recipe.parameters():,}")
+            print(f"tokens trained on: {recipe.tokens():.3g}")
+            print(f"H100 hours at 40 % of its peak (estimated): {recipe.gpu_hours():.3g}")
+            print(f"sigattn train {name} --help lists every setting.")
             return
         guide = {name: list(find_recipe(name).guide_row().values()) for name in RECIPES}
-        # in 80 columns: the name has the domain
-        rows = [
-            [name, row[1].partition(" (")[0], *row[2:-1], row[-1].removesuffix("-Norm")] for name, row in guide.items()
-        ]
+    # in 80 columns: the name has the domain
+    rows = [[name, row[1].partition(" (")[0], *row[2:-1], row[-1].removesuffix("-Norm")] for name, row in guide.items()]
     print_table(("recipe", "objective", "size", "position", "QK", "LS", "bias", "norm"), rows)
     print("QK: QK-norm. LS: LayerScale. bias: of the sigmoid. norm: placement of norms.")
-    print("sigattn recipes NAME prints every setting; sigattn train NAME --tiny trains a small form.")
-
-
-def _print_recipe(name: str) -> None:
-    recipe = find_recipe(name)
-    print(_documentation(name))
-    facts = {
-        "parameters": f"{recipe.parameters():,}",
-        "tokens trained on": f"{recipe.tokens():.3g}",
-        "H100 hours at 40 % of its peak (estimated)": f"{recipe.gpu_hours():.3g}",
-    }
-    groups = {"": facts, "task": {"kind": type(recipe.task).__name__, **_settings(recipe.task)}}
-    groups |= {part: _settings(getattr(recipe, part)) for part in ("data", "model", "training")}
-    for title, settings in groups.items():
-        print(f"\n{title}" if title else "", *(f"    {key:<44} {value}" for key, value in settings.items()), sep="\n")
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a configuration by name, those of a configuration within it as ``field.name``."""
-    settings: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(config).items():
-        settings |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-    return settings
+    print("sigattn recipes NAME describes one; sigattn train NAME --tiny trains a small form.")
 
 
 def train_demo(options: demo.DemoConfig) -> None:

@@ -10,7 +10,6 @@ large and ends clearly worse (Sect. 5, "Mitigating Large Attention Norms", and A
 from __future__ import annotations
 
 import functools
-import json
 import platform
 import warnings
 from collections.abc import Callable
@@ -82,7 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options of the at
 
 
 def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    """Train the three models, write config.json and report.html, and return the runs of the report.
+    """Train the three models, write report.html, and return the runs of the report.
 
     Args:
         config: the settings.
@@ -105,24 +104,18 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
             if not config.resume:
                 check_no_checkpoints(folder / name, "run_folder")
         text = TextData.from_bytes(load_text(config.text), config.max_seq_len)
-        facts = describe(config, text)
         runs = []
         with lock_folder(folder):
             for name, (title, _) in MODELS.items():
+                show = functools.partial(on_row, title)
                 trained = train(
-                    task,
-                    models[name],
-                    config.training,
-                    text,
-                    folder / name,
-                    resume=config.resume,
-                    on_row=functools.partial(on_row, title),
-                    on_start=lambda _: write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n"),
+                    task, models[name], config.training, text, folder / name, resume=config.resume, on_row=show
                 )
                 rows = read_metrics(folder / name / "metrics.jsonl")
                 runs.append(report.Run(title, rows, generate_sample(trained)))
-            flat = {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}
-            page = report.comparison_page("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, flat)
+            page = report.comparison_page(
+                "Softmax and sigmoid attention, side by side", INTRODUCTION, runs, describe(config, text)
+            )
             write_text(folder / "report.html", page)
     return runs
 
@@ -137,16 +130,12 @@ def generate_sample(model: nn.Module, length: int = 400) -> str:
 
 
 def describe(config: DemoConfig, text: TextData) -> dict[str, Any]:
-    """Return settings, versions, machine and text of the demo."""
+    """Return settings, versions, machine and text of the demo, for the report."""
     return {
-        "model": {name: getattr(config, name) for name in SIZES},
-        "training": asdict(config.training),
-        "text": {
-            "source": str(config.text) if config.text else "pydoc_data.topics",
-            "sha256": text.fingerprint,
-            "training_bytes": len(text.training_tokens),
-            "held_out_bytes": len(text.held_out_tokens),
-        },
-        "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},
+        **{f"model: {name}": getattr(config, name) for name in SIZES},
+        **{f"training: {name}": value for name, value in asdict(config.training).items()},
+        "text": f"{config.text or 'pydoc_data.topics'} (SHA-256 {text.fingerprint})",
+        "bytes for training, held out": f"{len(text.training_tokens):,}, {len(text.held_out_tokens):,}",
+        "versions": f"sigattn {sigattn.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
     }

@@ -45,7 +45,6 @@ class MaskedAutoencoderConfig(ModelConfig):
 
     @property
     def transformer(self) -> ViTConfig:
-        """Configuration of the encoder."""
         return self.encoder
 
     def with_transformer(self, **changes: Any) -> MaskedAutoencoderConfig:

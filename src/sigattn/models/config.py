@@ -165,11 +165,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Number of features of a head.
-
-        Raises:
-            ValueError: if num_heads does not divide embed_dim.
-        """
+        """Number of features of a head; raises ValueError if num_heads does not divide embed_dim."""
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got embed_dim={self.embed_dim}, num_heads={self.num_heads}"
@@ -177,20 +173,15 @@ class TransformerConfig(ModelConfig):
         return self.embed_dim // self.num_heads
 
     def make_attention_bias(self, max_seq_len: int | None) -> AttentionBias | None:
-        """Create the bias of a layer; return None if the activation has no bias.
-
-        Raises:
-            ValueError: if attention_bias or learn_bias is set for an activation without a bias, or the bias needs the
-                length of each sample.
-        """
+        """Create the bias of a layer; return None if the activation has no bias."""
+        rule: float | Rule | None = self.attention_bias
         if self.activation in ("softmax", "performer"):
-            if self.attention_bias is not None or self.learn_bias != "no":
+            if rule is not None or self.learn_bias != "no":
                 raise ValueError(
-                    f"activation={self.activation!r} has no bias: got attention_bias={self.attention_bias!r}, "
+                    f"activation={self.activation!r} has no bias: got attention_bias={rule!r}, "
                     f"learn_bias={self.learn_bias!r}"
                 )
             return None
-        rule: float | Rule | None = self.attention_bias
         if rule is None:
             rule = self.DEFAULT_BIAS if self.activation == "sigmoid" else 0.0
         bias = make_bias(
@@ -206,11 +197,7 @@ class TransformerConfig(ModelConfig):
     def make_position(
         self, kind: str, kinds: tuple[str, ...], alibi_sides: str = "causal"
     ) -> RotaryEmbedding | Alibi | None:
-        """Create the position encoding of an attention layer; return None if positions are added to the input.
-
-        Raises:
-            ValueError: if ``kind`` is none of the kinds that the model has.
-        """
+        """Create the position encoding of an attention layer; return None if positions are added to the input."""
         if kind not in kinds:
             raise ValueError(f"position must be one of {', '.join(map(repr, kinds))}, got {kind!r}")
         if kind == "rope":
@@ -260,9 +247,9 @@ class TransformerConfig(ModelConfig):
     def bounds_output(self) -> bool:
         """True if the attention's output is bounded: by a negative bias, ``normalize``, a norm after it or n^(-α)."""
         bias = self.DEFAULT_BIAS if self.attention_bias is None else self.attention_bias
-        negative = isinstance(bias, str) or bias < 0
         return (
-            negative
+            isinstance(bias, str)
+            or bias < 0
             or self.normalize
             or bool(self.length_power)
             or self.output_norm != "none"

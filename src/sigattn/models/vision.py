@@ -72,11 +72,7 @@ class ViTConfig(TransformerConfig):
 
     @property
     def grid_size(self) -> int:
-        """Number of patches along a side.
-
-        Raises:
-            ValueError: if patch_size does not divide image_size.
-        """
+        """Number of patches along a side; raises ValueError if patch_size does not divide image_size."""
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size must be a multiple of patch_size, got {self.image_size} and {self.patch_size}"
@@ -170,9 +166,6 @@ class ViT(Transformer):
 
 class ImageSinusoids(nn.Module):
     """Fixed sines and cosines, added to the patches."""
-
-    columns: int
-    rows: int
 
     encoding: Tensor
 

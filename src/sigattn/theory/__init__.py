@@ -1,4 +1,4 @@
-"""The paper's theory as code: contextual mappings (App. C), regularity (App. D), the bias (App. E), and FLOPs.
+"""The paper's theory as code: contextual mappings (App. C), regularity (App. D), and the bias (App. E).
 
 ``sigattn theory`` checks every statement numerically (``check_all``).
 """

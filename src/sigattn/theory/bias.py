@@ -20,11 +20,15 @@ def bias_bounds(logits: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: if n < 2 or a logit is not finite.
     """
-    n = _check(logits)
+    n = logits.shape[-1] if logits.dim() else 0
+    if n < 2:
+        raise ValueError(f"the normalizing bias needs at least 2 logits per row, got shape {tuple(logits.shape)}")
+    if not logits.isfinite().all():
+        raise ValueError("the normalizing bias needs finite logits, got NaN or infinity")
     return -math.log(n - 1) - logits.amax(-1), -math.log(n - 1) - logits.amin(-1)
 
 
-def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
+def normalizing_bias(logits: Tensor) -> Tensor:
     """Return the unique b* with Σ_i σ(z_i + b*) = 1 (App. E's proposition) for each row of logits.
 
     The sum increases with b, so b* is found by bisection from the proposition's bounds. The bisection ends when float64
@@ -32,7 +36,6 @@ def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
 
     Args:
         logits: (..., n), n ≥ 2, floating point and finite; solved in float64.
-        iterations: largest number of bisection steps.
 
     Returns:
         (...), float64.
@@ -45,19 +48,9 @@ def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
     """
     z = logits.double()
     low, high = bias_bounds(z)
-    for _ in range(iterations):
-        middle = low + (high - low) / 2
-        if not ((low < middle) & (middle < high)).any():
-            break
+    middle = low + (high - low) / 2
+    while ((low < middle) & (middle < high)).any():
         above = torch.sigmoid(z + middle.unsqueeze(-1)).sum(-1) > 1
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    return low + (high - low) / 2
-
-
-def _check(logits: Tensor) -> int:
-    n = logits.shape[-1] if logits.dim() else 0
-    if n < 2:
-        raise ValueError(f"the normalizing bias needs at least 2 logits per row, got shape {tuple(logits.shape)}")
-    if not logits.isfinite().all():
-        raise ValueError("the normalizing bias needs finite logits, got NaN or infinity")
-    return n
+        middle = low + (high - low) / 2
+    return middle

@@ -16,8 +16,8 @@ import functools
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,8 +85,6 @@ class ContextualMapping:
         """Least integer c that satisfies c > (n - 1)(δ^-d - 1) · binom(n - 1, ⌈(n - 1)/2⌉)."""
         return (self.n - 1) * (self.grid - 1) * math.comb(self.n - 1, math.ceil((self.n - 1) / 2)) + 1
 
-    # -- the layers -------------------------------------------------------------------------------------------------
-
     def index(self, column: Column) -> int:
         """Return the index uᵀx of a token, in units of δ."""
         return sum(x * self.inverse_delta**row for row, x in enumerate(column))
@@ -128,8 +126,6 @@ class ContextualMapping:
         l = self.global_shift(self.selective_shifts(before))
         return [[x[0] + after - b, *x[1:]] for x, b, after in zip(columns, before, l, strict=True)]
 
-    # -- the formula ------------------------------------------------------------------------------------------------
-
     def closed_form(self, l: Sequence[Any], *, as_printed: bool = False) -> list[Any]:
         """Return the indices l̃ after the selective shifts by the corrected formula with binomials.
 
@@ -150,8 +146,6 @@ class ContextualMapping:
                 higher += c ** (i + 2) * sum(terms)
             result.append(l[j - 1] + c * s[j - 1] + higher)
         return result
-
-    # -- every input ------------------------------------------------------------------------------------------------
 
     @property
     def inputs(self) -> int:
@@ -191,19 +185,13 @@ class ContextualMapping:
         return self.proof_c
 
 
-@dataclass
 class Verification:
-    """Result of checking App. C's statements on every input.
+    """Numbers of cases of App. C's statements, counted over every input of a mapping.
 
     Attributes:
-        inputs: number of sequences.
         checked: number of cases checked, by statement.
         failed: number of cases that fail, by statement.
     """
-
-    inputs: int
-    checked: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
 
     FORMULA = "l̃ is given by the closed form, corrected"
     PRINTED = "l̃ is given by the closed form, as printed"
@@ -218,24 +206,23 @@ class Verification:
     AS_PRINTED = "|l̃_i - l̃'_j| < c^n δ, as the last proof says"
     LAST_INDEX_BOUND = "l̃_n < c^(n+1) δ, with which the last proof can be corrected"
 
-    @classmethod
-    def of(cls, m: ContextualMapping) -> Verification:
-        """Check every statement on every input of mapping m."""
-        result = cls(m.inputs)
+    def __init__(self, m: ContextualMapping) -> None:
+        self.checked: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         last: list[int] = []
         numbers: list[int] = []
         final: list[int] = []
         for before, shifted in m.batches():
             after = m.global_shift(shifted)
-            result._check(m, before, shifted, after)
+            self._check(m, before, shifted, after)
             last += _numbers(shifted[-1:])
             numbers += _numbers(shifted)
             final += _numbers(after)
-        result._count_distinct(cls.ONE_TO_ONE, last)
-        result._count_distinct(cls.BETWEEN, final)
+        for statement, distinct in ((self.ONE_TO_ONE, last), (self.BETWEEN, final)):
+            self.checked[statement] = len(distinct)
+            self.failed[statement] = len(distinct) - len(set(distinct))
         # the largest difference over all pairs of inputs is that between the smallest and the largest index
-        result._count(cls.AS_PRINTED, max(numbers) - min(numbers) < m.c**m.n)
-        return result
+        self._count(self.AS_PRINTED, max(numbers) - min(numbers) < m.c**m.n)
 
     def _check(self, m: ContextualMapping, before: Sequence[Any], l: Sequence[Any], final: Sequence[Any]) -> None:
         """Check the statements about single inputs.
@@ -259,12 +246,8 @@ class Verification:
 
     def _count(self, statement: str, holds: bool | Tensor) -> None:
         cases, true = (holds.numel(), int(holds.sum())) if isinstance(holds, Tensor) else (1, int(holds))
-        self.checked[statement] = self.checked.get(statement, 0) + cases
-        self.failed[statement] = self.failed.get(statement, 0) + cases - true
-
-    def _count_distinct(self, statement: str, numbers: Sequence[int]) -> None:
-        self.checked[statement] = len(numbers)
-        self.failed[statement] = len(numbers) - len(set(numbers))
+        self.checked[statement] += cases
+        self.failed[statement] += cases - true
 
 
 def _numbers(l: Iterable[Any]) -> list[int]:

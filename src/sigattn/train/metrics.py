@@ -68,7 +68,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Write buffered rows and close all files."""
-        self._file.close()
+        with add_path_to_errors(self.path):
+            self._file.close()
         with add_path_to_errors(self._events):
             self._board.close()
         if self._run is not None:
