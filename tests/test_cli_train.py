@@ -186,7 +186,7 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
         one = said(capsys, "recipes", "asr-ls100-post").replace("\n", " ")
     for expected in ("word error rate", "parameters: ", "tokens trained on: ", "H100 hours"):
         assert expected in one
-    assert "tiny form" in said(capsys, "recipes", "vit-mae-tiny-softmax")
+    assert "train vit-mae-tiny-softmax --help" in said(capsys, "recipes", "vit-mae-tiny-softmax")
 
 
 def test_evaluate_speech_by_split_on_librispeech_and_by_duration_on_tedlium(tmp_path, capsys):

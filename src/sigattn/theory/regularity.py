@@ -73,9 +73,7 @@ def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return _norm(jacobian.reshape(-1, x.numel())).item()
 
 
-def jacobian_norm_matrix_free(
-    function: Callable[[Tensor], Tensor], x: Tensor, tolerance: float = 1e-9
-) -> float:
+def jacobian_norm_matrix_free(function: Callable[[Tensor], Tensor], x: Tensor, tolerance: float = 1e-9) -> float:
     """Return the spectral norm of the Jacobian at x by power iteration on JᵀJ, without forming the matrix.
 
     A step takes one forward-mode and one reverse-mode product. The norm converges from below; the iteration stops when
@@ -160,10 +158,10 @@ def search(trials: int, climbs: int) -> tuple[list[float], list[float]]:
     ratios = [_ratio(*_draw(generator)).item() for _ in range(trials)]
     climbed = []
     for _ in range(climbs):
-        *tensors, bias = _draw(generator)
-        optimizer = torch.optim.Adam([t.requires_grad_() for t in tensors], lr=0.1)
+        x, q, k, v, bias = _draw(generator)
+        optimizer = torch.optim.Adam([t.requires_grad_() for t in (x, q, k, v)], lr=0.1)
         for _ in range(60):
-            ratio = _ratio(*tensors, bias)
+            ratio = _ratio(x, q, k, v, bias)
             climbed.append(ratio.item())
             optimizer.zero_grad()
             (-ratio.log()).backward()

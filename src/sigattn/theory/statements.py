@@ -226,7 +226,8 @@ def operation_counts() -> Iterator[Statement]:
     failures, sizes = 0, ((16, 8), (256, 64), (100, 40))
     for n, d in sizes:
         with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
-            operator.sigmoid_attention(*torch.zeros(3, 1, 3, n, d).unbind())
+            query, key, value = torch.zeros(3, 1, 3, n, d).unbind()
+            operator.sigmoid_attention(query, key, value)
         failures += counter.get_total_flops() != 3 * n * (2 * n * d + 2 * n * d)  # of 3 heads
     note = "the operator's registered counts are those of both products (logits and values), unmasked, like PyTorch's"
     yield _verdict("FLOPs per token and head: 2nd for the logits", "Table 1", len(sizes), failures, note)
