@@ -54,8 +54,9 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
         ("resume", bool, False, "continue from the last checkpoint, if any"),
         ("workers", int, 0, "number of processes that read images"),
     )
-    fields = [
-        (n, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=d)) for n, kind, d, text in paths
+    fields: list[tuple[str, Any, Any]] = [
+        (name, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=default))
+        for name, kind, default, text in paths
     ]
     for name in ("model", "task", "training"):
         settings = getattr(recipe, name)
