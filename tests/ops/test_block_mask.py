@@ -190,7 +190,7 @@ def test_a_mask_is_converted_once():
 
     def resolved(block):
         q = torch.empty(2, 1, 64, 8)
-        return block_mask.resolve(block, q, q, q).tiles
+        return block_mask.resolve(block, q, q, q)["mask_tiles"]
 
     block = create_block_mask(and_masks(from_tensor, causal), 2, None, 64, 64, device="cpu", BLOCK_SIZE=32)
     with torch.inference_mode():
@@ -213,7 +213,7 @@ def test_memory_is_that_of_the_blocks_seen_in_part():
     n = 4096
     block = create_block_mask(causal, None, None, n, n, device="cpu")
     q = torch.empty(1, 1, n, 1)
-    table, tiles = block_mask.resolve(block, q, q, q)
+    table, tiles = block_mask.resolve(block, q, q, q).values()
     assert tiles.shape == (2 + n // 128, 128, 128)
     assert table.shape == (1, 1, n // 128, n // 128)
 
@@ -236,8 +236,7 @@ def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
         ValueError, match=r"backend .triton. does not support this call: .*multiples of 128, not \(16, 16\)"
     ):
         sigmoid_attention(q, k, v, block, backend="triton")
-    table, tiles = block_mask.resolve(block, q, k, k)
-    assert DENSE.choose(Problem(q, k, v, mask_table=table, mask_tiles=tiles), None) == "blocked"
+    assert DENSE.choose(Problem(q, k, v, **block_mask.resolve(block, q, k, k)), None) == "blocked"
 
 
 def test_what_does_not_fit_is_refused():

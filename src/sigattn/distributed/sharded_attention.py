@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
 from sigattn.ops import validation
-from sigattn.ops.attention import DENSE, validate_options
+from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
 
 _NAME = "context_parallel_attention"
@@ -69,10 +69,10 @@ def context_parallel_attention(
     """
     query, key, value = cast_operands(query, key, value)
     validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
-    _, scale, window, softcap = validate_options(
-        _NAME, query, key, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
-    )
-    validation.flag(_NAME, "normalize", normalize)
+    options = validation.options(
+        _NAME, query, (*query.shape[:3], 1), (), is_causal=is_causal, scale=scale, bias=bias, window=window,
+        alibi_slopes=alibi_slopes, key_lengths=key_lengths, softcap=softcap, normalize=normalize,
+    )  # fmt: skip
     if mesh.ndim != 1:
         raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
     if query.shape[2] != key.shape[2]:
@@ -86,21 +86,8 @@ def context_parallel_attention(
         if key_lengths is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
-        bias = bias - NORMALIZED_MARGIN if normalize else bias
-    problem = make_problem(
-        Problem,
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        scale=scale,
-        bias=bias,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        key_lengths=key_lengths,
-        softcap=softcap,
-        normalize=normalize,
-    )
+        options["bias"] = bias - NORMALIZED_MARGIN if normalize else bias
+    problem = make_problem(Problem, query, key, value, **options)
     ring = Ring(sharding, group, backend)
     out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
     return out

@@ -68,12 +68,11 @@ def flash_attn_func(
         deterministic, sigmoid_bias, sigmoid_precision, backend, normalize,
     )  # fmt: skip
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
-    blocks = None
     if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value, _NAME)
+        options |= block_mask.resolve(attn_mask, query, key, value, _NAME)
+        attn_mask = None
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, (batch, heads, n, m), query_name="q")
-    options |= block_mask.fields(blocks)
     problem = make_problem(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
     return DENSE(problem, backend).transpose(1, 2).contiguous()
 

@@ -6,34 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import has_torch_function
 
 from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, reference, triton, validation, vmap
-from sigattn.ops.custom_ops import Backend, Operator
+from sigattn.ops.custom_ops import Backend, Operator, has_values
 from sigattn.ops.problem import Problem, VarlenProblem, cast_operands, make_problem
 from sigattn.ops.proxies import record
 from sigattn.ops.settings import BACKENDS
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
-_BIAS_ADVICE = (
-    ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
-    "attn_mask"
-)
 
 
 def with_checked_lengths(problem: Problem) -> Problem:
     """Return a problem with a copy of its key_lengths; raise ValueError unless they lie in 0…M.
 
     A copy, because whoever shares the memory of the original may change it before a kernel reads it. Lengths on an
-    accelerator are not checked, because reading them would synchronise: its kernels limit them to M. Those of
-    ``torch.vmap`` are checked slice by slice.
+    accelerator are not checked: its kernels limit them to M. Those of ``torch.vmap`` are checked slice by slice.
     """
     lengths, m = problem.key_lengths, problem.key.shape[2]
-    if lengths is None or lengths.device.type != "cpu" or is_fake(lengths):
-        return problem
-    if torch._C._are_functorch_transforms_active():
+    if lengths is None or not has_values(lengths):
         return problem
     lengths = lengths.clone()
     values = lengths.tolist()
@@ -56,7 +48,7 @@ DENSE: Operator[Problem] = Operator(
     reference.attention,
     with_checked_lengths,
     lambda shapes: shapes.key[2],
-    onnx_formula=reference.traced_attention,
+    traced_formula=reference.traced_attention,
     vmap_rules=(vmap.dense_forward, vmap.dense_backward),
 )
 
@@ -141,57 +133,37 @@ def sigmoid_attention(
     """
     if not isinstance(query, Tensor) and has_torch_function((query, key, value)):  # type: ignore[unreachable]
         return record(sigmoid_attention, locals())  # type: ignore[unreachable]
-    blocks = None
+    blocks: dict[str, Any] = {}
     if attn_mask is not None:
         if block_mask.is_block_mask(attn_mask):
             attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
         attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
-    if type(normalize) is not bool:
-        validation.flag(_NAME, "normalize", normalize)  # type: ignore[unreachable]
+    if type(enable_gqa) is not bool:
+        validation.flag(_NAME, "enable_gqa", enable_gqa)  # type: ignore[unreachable]
     query, key, value = cast_operands(query, key, value)
     shape = None
-    is_usual = validation.are_usual(query, key, value)
-    if not is_usual and not validation.is_batch(query, key, value, enable_gqa):
+    if not validation.are_usual(query, key, value):
         if nested.is_nested(query, key, value):
-            nested.refuse(attn_mask, key_lengths, query_offset)
+            nested.check(query, key, value, attn_mask, key_lengths, query_offset)
             return _on_nested(
                 query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                 bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
                 backend=backend,
             )  # fmt: skip
-        batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
-        query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
-        enable_gqa = True
-    if not is_usual or type(enable_gqa) is not bool:
-        validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
-    dropout_p, scale, window, softcap = validate_options(
-        _NAME, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
-    )
-    if type(is_causal) is not bool:
-        validation.flag(_NAME, "is_causal", is_causal)  # type: ignore[unreachable]
+        query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = broadcasting.flatten(
+            query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa
+        )
+    batch, heads, n, _ = query.shape
+    options = validation.options(
+        _NAME, query, (batch, heads, n, 1), (batch, heads, n, key.shape[2]), key=key, attn_mask=attn_mask,
+        dropout_p=dropout_p, is_causal=is_causal, scale=scale, bias=bias, window=window, alibi_slopes=alibi_slopes,
+        key_lengths=key_lengths, softcap=softcap, normalize=normalize,
+    )  # fmt: skip
     if type(query_offset) is not int or query_offset:
         query_offset = validation.position(_NAME, "query_offset", query_offset)
     if backend is not None:
         validation.choice(_NAME, "backend", backend, BACKENDS)
-    problem = make_problem(
-        Problem,
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        bias=bias,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        key_lengths=key_lengths,
-        mask_table=None if blocks is None else blocks.table,
-        mask_tiles=None if blocks is None else blocks.tiles,
-        query_offset=query_offset,
-        softcap=softcap,
-        normalize=normalize,
-    )
+    problem = make_problem(Problem, query, key, value, query_offset=query_offset, **blocks, **options)
     backend = DENSE.choose(problem, backend)
     if backend == "reference" and torch.compiler.is_compiling():  # PyTorch's operators in the graph, not the op
         out = reference.traced_attention(*problem)
@@ -200,61 +172,22 @@ def sigmoid_attention(
     return out if shape is None else out.reshape(shape)
 
 
-def validate_options(
-    caller: str,
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Any,
-    dropout_p: Any,
-    bias: Any,
-    window: Any,
-    alibi_slopes: Any,
-    key_lengths: Any,
-    scale: Any,
-    softcap: Any,
-) -> tuple[float, float | None, tuple[int, int] | None, float]:
-    """Raise unless options fit query and key, which have been checked; return the numbers as Python's own.
-
-    Returns:
-        dropout_p, scale, window and softcap.
-    """
-    batch, heads, n, _ = query.shape
-    if attn_mask is not None:
-        validation.mask(caller, attn_mask, query, (batch, heads, n, key.shape[2]), key=key)
-    if bias is not None:
-        validation.bias(caller, bias, query, (batch, heads, n, 1), advice=_BIAS_ADVICE)
-    if alibi_slopes is not None:
-        validation.slopes(caller, alibi_slopes, query, batch, heads)
-    if key_lengths is not None:
-        validation.integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
-    return validation.numbers(caller, dropout_p, scale, window, softcap)
-
-
-def _on_nested(
-    query: Any, key: Any, value: Any, *, enable_gqa: bool, bias: Any, alibi_slopes: Any, backend: Any, **options: Any
-) -> Tensor:
-    """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
-    nested.check(query, key, value)
+def _on_nested(query: Any, key: Any, value: Any, *, enable_gqa: bool, backend: Any, **options: Any) -> Tensor:
+    """Compute the attention of checked nested tensors; arguments as in ``sigmoid_attention``."""
     validation.choice(_NAME, "backend", backend, BACKENDS)
     if nested.has_ragged_batch(query):
-        values = (t.values() for t in (query, key, value))
-        options |= {"enable_gqa": enable_gqa, "bias": bias, "alibi_slopes": alibi_slopes, "backend": backend}
-        return nested.like_transposed(query, sigmoid_attention(*values, **options))
+        options |= {"enable_gqa": enable_gqa, "backend": backend}
+        return nested.like_transposed(query, sigmoid_attention(query.values(), key.values(), value.values(), **options))
     packed = nested.pack(query, key, value)
-    operands = dict(zip(("query", "key", "value"), packed[:3], strict=True))
+    operands = {name: packed[name] for name in ("query", "key", "value")}
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)
-    batch, heads = query.shape[:2]
-    if bias is not None:
-        validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))
-    if alibi_slopes is not None:
-        validation.slopes(_NAME, alibi_slopes, packed.query, batch, heads)
-    names = ("dropout_p", "scale", "window", "softcap")
-    options |= zip(names, validation.numbers(_NAME, *(options[name] for name in names)), strict=True)
-    needs_positions = options["is_causal"] or options["window"] not in (None, (-1, -1)) or alibi_slopes is not None
+    options = validation.options(_NAME, packed["query"], (*query.shape[:2], 1, 1), (), **options)
+    needs_positions = options["is_causal"] or options["alibi_slopes"] is not None
+    needs_positions = needs_positions or options["window"] not in (None, (-1, -1))
     if needs_positions and not nested.has_equal_lengths(query, key):
         raise ValueError(
             f"{_NAME}: is_causal, window and alibi_slopes need nested query and key of the same lengths: make both "
             "with the same offsets tensor, or use sigmoid_varlen_attention, which aligns their ends"
         )
-    problem = make_problem(VarlenProblem, **packed._asdict(), bias=bias, alibi_slopes=alibi_slopes, **options)
+    problem = make_problem(VarlenProblem, **packed, **options)
     return nested.like_transposed(query, VARLEN(problem, backend)).transpose(1, 2)

@@ -106,10 +106,9 @@ def node(
     Args:
         name: of the class; a tensor's ``grad_fn`` has that name followed by "Backward".
         op: the op.
-        setup: called with the context, the op's leading tensors, its other arguments and its result; saves what the
-            derivative needs, and returns the result of the recorded call.
-        derivative: called with the context and the gradients of the op's outputs (None for an output without one);
-            returns the gradients of the leading tensors.
+        setup: saves what the derivative needs, given the context, the op's leading tensors, its other arguments and its
+            result; returns the result of the recorded call.
+        derivative: returns the gradients of the leading tensors, given the context and those of the op's outputs.
     """
 
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, rest: Sequence[Any], *tensors: Any) -> Any:

@@ -23,16 +23,10 @@ _EVALUATED_TOGETHER = 1 << 24  # number of mask entries evaluated at a time
 
 
 class Blocks(NamedTuple):
-    """Blocks of a mask.
+    """Blocks of a mask."""
 
-    Attributes:
-        table: (B or 1, Hq or 1, blocks of queries, blocks of keys), int32: the index of each block's mask in ``tiles``.
-        tiles: (T, queries of a block, keys of a block), bool. The first two are HIDDEN, all False, and VISIBLE, all
-            True.
-    """
-
-    table: Tensor
-    tiles: Tensor
+    table: Tensor  # (B or 1, Hq or 1, blocks of queries, blocks of keys), int32: index of each block's mask in tiles
+    tiles: Tensor  # (T, queries of a block, keys of a block), bool; HIDDEN is all False, VISIBLE all True
 
     @property
     def size(self) -> tuple[int, int]:
@@ -74,19 +68,14 @@ def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[in
             begin = None
 
 
-def fields(blocks: Blocks | None) -> dict[str, Any]:
-    """Return the fields of a ``Problem`` that hold blocks."""
-    return {} if blocks is None else {"mask_table": blocks.table, "mask_tiles": blocks.tiles}
-
-
 def is_block_mask(mask: Any) -> bool:
     """Return True for a ``BlockMask``, without importing FlexAttention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(mask, module.BlockMask)
 
 
-def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_attention") -> Blocks:
-    """Return the blocks of a ``BlockMask`` for query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv).
+def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_attention") -> dict[str, Tensor]:
+    """Return a ``BlockMask`` for (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv) as fields of a ``Problem``.
 
     Batch and heads may be 1 in some of them, which then broadcast.
 
@@ -107,7 +96,7 @@ def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_
         raise TypeError(f"{caller}: attn_mask is a BlockMask: query, key and value must be dense, of 4 dimensions")
     n, m = query.shape[2], key.shape[2]
     batch, heads = (max(t.shape[i] for t in (query, key, value)) for i in (0, 1))
-    counts, indices = mask.kv_num_blocks, mask.kv_indices
+    counts = mask.kv_num_blocks
     shape = tuple(counts.shape[:-1])
     if tuple(mask.seq_lengths) != (n, m):
         raise ValueError(f"{caller}: the BlockMask is for {tuple(mask.seq_lengths)} queries and keys, not for {(n, m)}")
@@ -116,10 +105,14 @@ def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_
         raise ValueError(f"{caller}: {message}")
     if counts.device != query.device:
         raise ValueError(f"{caller}: the BlockMask must be on the query's device: move it with .to(device)")
-    if torch._C._are_functorch_transforms_active():
-        return _convert(mask)
+    blocks = _convert(mask) if torch._C._are_functorch_transforms_active() else _converted_once(mask)
+    return {"mask_table": blocks.table, "mask_tiles": blocks.tiles}
+
+
+def _converted_once(mask: Any) -> Blocks:
+    """Return the blocks of a mask, those of the last call if nothing that they depend on has changed."""
     state = [torch.is_inference_mode_enabled()]
-    lists = (counts, indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     if not _add_state((*lists, mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod), state):
         return _convert(mask)
     known = _converted.get(mask)

@@ -7,8 +7,8 @@ heads are repeated to the number of query heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,19 +16,7 @@ from torch import Tensor
 from sigattn.ops import validation
 
 _NAME = "sigmoid_attention"
-
-
-class Batched(NamedTuple):
-    """Arguments with one batch dimension, and the shape to which the output (B, Hq, N, Dv) is reshaped."""
-
-    query: Tensor  # (B, Hq, N, D)
-    key: Tensor  # (B, Hkv, M, D), Hq a multiple of Hkv
-    value: Tensor  # (B, Hkv, M, Dv)
-    attn_mask: Tensor | None  # broadcastable to (B, Hq, N, M)
-    bias: Any  # a number, None, or broadcastable to (B, Hq, N, 1)
-    alibi_slopes: Tensor | None  # (B or 1, Hq, 2)
-    key_lengths: Tensor | None  # (B,)
-    shape: tuple[int, ...]
+_Refuse = Callable[..., NoReturn]  # raises ValueError with a message and the operands
 
 
 def flatten(
@@ -40,11 +28,16 @@ def flatten(
     alibi_slopes: Any,
     key_lengths: Any,
     enable_gqa: bool,
-) -> Batched:
+) -> tuple[Tensor, Tensor, Tensor, Any, Any, Any, Any, tuple[int, ...] | None]:
     """Expand the leading dimensions to those of the output and flatten them into one batch dimension.
 
     Nothing is copied unless only some of several leading dimensions broadcast, or key and value have different numbers
     of heads, more than one each.
+
+    Returns:
+        query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv), Hq a multiple of Hkv; attn_mask, bias,
+        alibi_slopes and key_lengths with the same batch dimension; and the shape to which the output (B, Hq, N, Dv) is
+        reshaped, None if the operands had one batch dimension.
 
     Raises:
         ValueError: shapes that do not broadcast; the message restates the call.
@@ -52,64 +45,60 @@ def flatten(
     """
     operands = {"query": query, "key": key, "value": value}
     validation.tensors(_NAME, **operands)
-    if min(t.dim() for t in operands.values()) < 2:
-        message = "query, key and value must have at least 2 dimensions, (length, head_dim)"
-        validation.raise_error(_NAME, ValueError, message, **operands)
-    validation.head_dims(_NAME, **operands)
+
+    def refuse(message: str, **others: Any) -> NoReturn:
+        validation.raise_error(_NAME, ValueError, message, **operands, **others)
+
+    ranks = [t.dim() for t in (query, key, value)]
+    if min(ranks) < 2:
+        refuse("query, key and value must have at least 2 dimensions, (length, head_dim)")
+    if query.shape[-1] != key.shape[-1]:
+        refuse("query and key must have the same head_dim (the last dimension)")
     if key.shape[-2] != value.shape[-2]:
-        message = "key and value must have the same length (the last dimension but one)"
-        validation.raise_error(_NAME, ValueError, message, **operands)
-    rank = max(t.dim() for t in operands.values())
-    if enable_gqa and min(t.dim() for t in operands.values()) < 3:
-        validation.raise_error(
-            _NAME, ValueError, "enable_gqa needs a dimension of heads, the third from the end", **operands
-        )
+        refuse("key and value must have the same length (the last dimension but one)")
+    if enable_gqa and min(ranks) < 3:
+        refuse("enable_gqa needs a dimension of heads, the third from the end")
     query, key, value = (t if t.dim() > 2 else t.unsqueeze(0) for t in (query, key, value))
-    lead = _leading(query, key, value, operands)
-    heads = _number_of_heads(query, key, value, enable_gqa, operands)
+    heads = _number_of_heads(query, key, value, enable_gqa, refuse)
+    has_heads = key.shape[-3] == value.shape[-3] and (enable_gqa or query.shape[-3] == key.shape[-3])
+    if ranks == [4, 4, 4] and has_heads and query.shape[0] == key.shape[0] == value.shape[0]:
+        return query, key, value, attn_mask, bias, alibi_slopes, key_lengths, None
+    try:
+        lead = tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
+    except RuntimeError:
+        refuse("query, key and value must have the same batch size, or 1 (the dimensions before the last three)")
     query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, *query.shape[-2:])
     if key.shape[-3] != value.shape[-3] or not heads:
         key, value = (_repeat(t, heads) for t in (key, value))
-    full = (*lead, heads, query.shape[-2])
-    inner = 3 if rank > 2 else 2  # dimensions of one sample of the output
-    return Batched(
+    full, rank = (*lead, heads, query.shape[-2]), max(ranks)
+    return (
         _one_batch(query, lead),
         _one_batch(key, lead),
         _one_batch(value, lead),
-        _expanded("attn_mask", attn_mask, (*full, key.shape[-2]), lead, rank, operands),
-        _expanded("bias", bias, (*full, 1), lead, rank, operands),
-        _slopes(alibi_slopes, lead, heads, operands),
-        _lengths(key_lengths, lead, operands),
-        (*lead, *(heads, query.shape[-2], value.shape[-1])[-inner:]),
+        _expanded("attn_mask", attn_mask, (*full, key.shape[-2]), lead, rank, refuse),
+        _expanded("bias", bias, (*full, 1), lead, rank, refuse),
+        _slopes(alibi_slopes, lead, heads, refuse),
+        _lengths(key_lengths, lead, refuse),
+        (*(full if rank > 2 else full[:-2] + full[-1:]), value.shape[-1]),
     )
 
 
-def _leading(query: Tensor, key: Tensor, value: Tensor, operands: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return the leading dimensions of the output, those before its heads."""
-    try:
-        return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
-    except RuntimeError:
-        message = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
-        validation.raise_error(_NAME, ValueError, message, **operands)
-
-
-def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, operands: dict[str, Tensor]) -> int:
+def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, refuse: _Refuse) -> int:
     """Return the number of heads of the output."""
     heads, of_key, of_value = (t.shape[-3] for t in (query, key, value))
     if enable_gqa:
         for name, count in (("key", of_key), ("value", of_value)):
-            if heads != count and (not heads or not count or heads % count):
-                message = f"the {heads} query heads are not a multiple of the {count} {name} heads"
-                validation.raise_error(_NAME, ValueError, message, **operands)
+            message = None if heads == count else validation.misfit_of_heads(heads, count, "query", name, enable_gqa)
+            if message is not None:
+                refuse(message)
         return heads
     several = [count for count in (heads, of_key, of_value) if count != 1]
     if any(count != several[0] for count in several):
         if of_key != of_value and 1 not in (of_key, of_value):
-            message = "key and value must have the same number of heads, or 1 (third dimension from the end)"
-            validation.raise_error(_NAME, ValueError, message, **operands)
+            refuse("key and value must have the same number of heads, or 1 (third dimension from the end)")
         count = of_value if of_key == 1 else of_key
-        message = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
-        validation.raise_error(_NAME, ValueError, message + validation.layout_hint(query, key), **operands)
+        message = validation.misfit_of_heads(heads, count, "query", "key", enable_gqa)
+        refuse(f"{message}{validation.layout_hint(query, key)}")
     return several[0] if several else 1
 
 
@@ -125,37 +114,34 @@ def _one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:  # (…, a, b, c) → 
     return t.flatten(0, len(lead) - 1) if lead else t.unsqueeze(0)
 
 
-def _expanded(
-    name: str, t: Any, target: Sequence[int], lead: Sequence[int], rank: int, operands: dict[str, Tensor]
-) -> Any:
+def _expanded(name: str, t: Any, target: Sequence[int], lead: Sequence[int], rank: int, refuse: _Refuse) -> Any:
     """Return a mask or bias with one batch dimension, of size 1 if all leading dimensions are."""
     if not isinstance(t, Tensor):
         return t
     if not validation.broadcasts(t.shape, target[-rank:]):
         names = ", ".join(("…", "Hq", "N", "M" if name == "attn_mask" else "1")[-rank:])
-        message = f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}"
-        validation.raise_error(_NAME, ValueError, message, **operands, **{name: t})
+        refuse(f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **{name: t})
     t = t[(None,) * (len(target) - t.dim())]
     alike = all(size == 1 for size in t.shape[: len(lead)])
     return _one_batch(t, (1,) * len(lead) if alike else lead)
 
 
-def _slopes(slopes: Any, lead: Sequence[int], heads: int, operands: dict[str, Tensor]) -> Any:  # (B or 1, Hq, 2)
+def _slopes(slopes: Any, lead: Sequence[int], heads: int, refuse: _Refuse) -> Any:  # (Hq,) or (B or 1, Hq, 2)
     if not isinstance(slopes, Tensor):
         return slopes
     shape, ones = tuple(slopes.shape), (1,) * len(lead)
     if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
         message = "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output"
-        validation.raise_error(_NAME, ValueError, message, **operands, alibi_slopes=slopes)
+        refuse(message, alibi_slopes=slopes)
     if shape == (heads,):
         return slopes
     return slopes.reshape(-1, heads) if shape == (*lead, heads) else slopes.reshape(-1, heads, 2)
 
 
-def _lengths(lengths: Any, lead: Sequence[int], operands: dict[str, Tensor]) -> Any:  # (B,)
+def _lengths(lengths: Any, lead: Sequence[int], refuse: _Refuse) -> Any:  # (B,)
     if not isinstance(lengths, Tensor):
         return lengths
     if tuple(lengths.shape) != tuple(lead):
         message = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
-        validation.raise_error(_NAME, ValueError, message, **operands, key_lengths=lengths)
+        refuse(message, key_lengths=lengths)
     return lengths.reshape(-1)

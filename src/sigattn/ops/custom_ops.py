@@ -1,9 +1,9 @@
 """Registration of an operator with PyTorch: its op, the op of its derivative, and their rules.
 
-The arguments of an op ``sigattn::NAME_forward`` are the fields of a problem (``problem.py``), the name of a backend,
-and whether to save the weights for the backward pass. Its outputs are those of ``Result``. Its derivative is the op
-``sigattn::NAME_backward``, whose derivative is that of the formula (``autograd.py``). Every call takes the same way, so
-that ``torch.compile``, ``torch.export``, ``torch.func``, checkpoints and hooks apply to it:
+The arguments of an op ``sigattn::NAME_forward`` are the fields of a problem, the name of a backend, and whether to save
+the weights. Its outputs are those of ``Result``. Its derivative is the op ``sigattn::NAME_backward``, whose derivative
+is that of the formula. Every call takes the same way, so that ``torch.compile``, ``torch.export``, ``torch.func``,
+checkpoints and hooks apply to it:
 
     public function → Operator.__call__ → op → Operator._autograd → Operator._forward → Backend.forward
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -20,9 +21,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, onnx, settings, sharding, vmap
+from sigattn.ops import autograd, onnx, settings, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
 from sigattn.ops.normalization import new_row_sums
 from sigattn.ops.problem import P, Problem, new_output
@@ -52,29 +54,21 @@ FLOP_FORMULAS: dict[OpOverloadPacket, Callable[..., int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[P]):
-    """Implementation of an operator.
+    """Implementation of an operator."""
 
-    Attributes:
-        forward: returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of
-            rows. The second argument is what ``saved_weights`` returned; if it is None, the weights are an empty
-            tensor.
-        unavailable: returns the reason why a problem is not supported, or None. It must not read the values of tensors,
-            because it is called outside the op, where a compiler may be tracing.
-        backward: returns the gradients of a problem, given the gradient of the output, the result of the forward pass
-            (without weights: they are computed again; without the output unless the problem normalises) and which are
-            needed. Those of query, key and value have the strides of
-            ``torch.empty_like``, others are contiguous. None without gradients.
-        saved_weights: returns shape and dtype of the weights to save for the backward pass, or None for none.
-        device_type: device on which the backend can be the default; None for all.
-        can_be_default: returns False for problems for which the backend is not the default although it supports them;
-            None if there are none.
-    """
-
+    # returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of rows; the
+    # second argument is what ``saved_weights`` returned (None: no weights are saved)
     forward: Callable[[P, Saved | None], Result]
+    # returns the reason why a problem is not supported, or None; it must not read the values of tensors, because it is
+    # called outside the op, where a compiler may be tracing
     unavailable: Callable[[P], str | None]
+    # returns the gradients that are needed, given the gradient of the output and the result of the forward pass: the
+    # weights if they were saved, the output if the problem normalises. The gradients of query, key and value have the
+    # strides of ``torch.empty_like``, others are contiguous. None without gradients
     backward: Callable[[P, Tensor, Result, NeedsGrad], Gradients] | None = None
-    saved_weights: Callable[[P], Saved | None] = lambda _: None
-    device_type: str | None = None
+    saved_weights: Callable[[P], Saved | None] = lambda _: None  # shape and dtype of the weights to save, or None
+    device_type: str | None = None  # on which the backend can be the default; None for all
+    # returns False for problems that the backend supports without being the default; None if there are none
     can_be_default: Callable[[P], bool] | None = None
 
 
@@ -82,20 +76,19 @@ class Operator(Generic[P]):
     """Registered operator; a call chooses a backend and returns the output of a problem.
 
     Args:
-        name: prefix of the names of the ops.
-        function: name of the public function, for error messages.
+        name: prefix of the names of the ops. function: name of the public function, for error messages.
         problem_type: class of the problems. Its tensors come first, and among them those with a gradient, in the order
             of ``NeedsGrad``.
-        backends: implementations by name, in order of speed: the first that supports a problem is the default. A
-            ``formula`` adds the backend "reference", which is the default where forward-mode derivatives are computed.
-        formula: returns the output of a problem in operators of PyTorch: the backend "reference", and the definition
-            of second derivatives. None for an operator without a gradient.
+        backends: implementations by name, the fastest first: the first that supports a problem is the default.
+        formula: returns the output of a problem in operators of PyTorch: the backend "reference", which is the default
+            for forward-mode derivatives, and the definition of second derivatives. None for an operator without
+            gradients.
         checked: returns a problem whose tensors of lengths are copies, or raises ValueError for values that do not fit;
             called when an op runs, because a traced graph has no values.
-        keys_per_query: returns the number of keys of a query for the FLOP counter, given a problem with shapes as
-            tensors.
+        keys_per_query: number of keys of a query for the FLOP counter, given a problem with shapes as tensors.
         formula_unavailable: returns the reason why the formula does not support a problem, or None.
-        onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
+        traced_formula: the formula of a problem's fields in operators that a graph of any size holds, called instead of
+            the op in compiled graphs with the backend "reference" and in exports to ONNX. Without it, these raise.
         vmap_rules: rules for both ops.
     """
 
@@ -110,7 +103,7 @@ class Operator(Generic[P]):
         keys_per_query: Callable[[Any], int],
         *,
         formula_unavailable: Callable[[P], str | None] = lambda _: None,
-        onnx_formula: Callable[..., Tensor] | None = None,
+        traced_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
     ) -> None:
         self.function = function
@@ -122,7 +115,7 @@ class Operator(Generic[P]):
         self.formula = formula
         self.checked = checked
         self.keys_per_query = keys_per_query
-        self.onnx_formula = onnx_formula
+        self.traced_formula = traced_formula
         types = {field: kind.__forward_arg__ for field, kind in problem_type.__annotations__.items()}
         fields = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items())
         self.num_tensors: int = sum("Tensor" in kind for kind in types.values())
@@ -161,19 +154,17 @@ class Operator(Generic[P]):
         return op
 
     def __call__(self, problem: P, backend: str | None) -> Tensor:
-        """Return the output of a problem.
-
-        Raises:
-            ValueError: if ``backend`` does not support the problem.
-        """
-        out: Tensor = self.forward_op(*problem, self.choose(problem, backend), False)[0]
+        """Return the output of a problem; raise ValueError if ``backend`` does not support it."""
+        backend = self.choose(problem, backend)
+        if backend == "reference" and self.traced_formula is not None and torch.compiler.is_compiling():
+            return self.traced_formula(*problem)
+        out: Tensor = self.forward_op(*problem, backend, False)[0]
         return out
 
     def choose(self, problem: P, backend: str | None) -> str:
-        """Return ``backend``; or if it is None that of the context, or else the fastest that supports the problem.
+        """Return ``backend``, that of the context if it is None, or else the fastest that supports the problem.
 
-        Raises:
-            ValueError: if the backend does not support the problem.
+        Raises ValueError if the chosen backend does not support it.
         """
         if backend is None:
             backend = settings.compiled_backend if torch.compiler.is_compiling() else settings.thread.backend
@@ -187,11 +178,10 @@ class Operator(Generic[P]):
             return "reference"
         device_type = problem.query.device.type
         for name, candidate in self.backends.items():
-            if candidate.device_type is not None and candidate.device_type != device_type:
-                continue
-            if candidate.can_be_default is not None and not candidate.can_be_default(problem):
-                continue
-            if candidate.unavailable(problem) is None:
+            can_be_default = candidate.device_type in (None, device_type) and (
+                candidate.can_be_default is None or candidate.can_be_default(problem)
+            )
+            if can_be_default and candidate.unavailable(problem) is None:
                 return name
         raise AssertionError("the backend 'blocked' supports every problem")
 
@@ -201,15 +191,17 @@ class Operator(Generic[P]):
         """Call the op below autograd, and record it if a derivative is needed."""
         *fields, backend, _ = args
         if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
-            if self.onnx_formula is None:
+            if self.traced_formula is None:
                 onnx.refuse(str(self.forward_op))
             if Problem(*fields).seed is not None:
                 onnx.refuse_dropout()
-            return without_saved(self.onnx_formula(*fields))
+            return without_saved(self.traced_formula(*fields))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
         tensors = args[: self.num_tensors]
-        if type(args[0]) is not Tensor and self.problem_type is Problem:
+        if type(args[0]) is not Tensor and self.problem_type is Problem and "torch.distributed.tensor" in sys.modules:
+            from sigattn.ops import sharding
+
             sharding.add_rules(self.forward_op, self.backward_op, Problem(*fields))
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
@@ -257,7 +249,8 @@ class Operator(Generic[P]):
                 gradients: Any = self._compute_gradients(*tensors, *ctx.rest, needs_grad)
         else:
             gradients = self.backward_op(*tensors, *ctx.rest, needs_grad)
-        return (*_only(gradients, needs_grad), *(None,) * (self.num_tensors - _NUM_GRADIENTS))
+        needed = (g if is_needed else None for g, is_needed in zip(gradients, needs_grad, strict=True))
+        return (*needed, *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
     # -- the backward op ------------------------------------------------------------------------------------------
 
@@ -344,30 +337,30 @@ class Operator(Generic[P]):
 
     def _backward_flops(self, *args: Any, **_: Any) -> int:
         shapes: Any = self.problem_type(*args[1 + _NUM_RESULTS : -2])
-        # Q Kᵀ, dQ and dK have the width D, dP and dV the width Dv
-        width = 3 * shapes.query[-1] + 2 * shapes.value[-1]
+        width = 3 * shapes.query[-1] + 2 * shapes.value[-1]  # of Q Kᵀ, dQ and dK; of dP and dV
         return 2 * math.prod(shapes.query[:-1]) * self.keys_per_query(shapes) * width
+
+
+def has_values(t: Tensor) -> bool:
+    """Return True if a tensor has values that can be read without synchronising; False within ``torch.func``."""
+    return t.device.type == "cpu" and not is_fake(t) and not torch._C._are_functorch_transforms_active()
 
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Sequence[Tensor]) -> Result:
     out, weights, row_sums = result
     # what is saved is not to be seen by the caller
-    nothing = [weights if weights.dim() == 1 else weights.new_empty(0)]
-    nothing += [row_sums if row_sums.dim() == 1 else row_sums.new_empty(0)]
-    ctx.save_for_backward(out if row_sums.dim() > 1 else nothing[0], weights, row_sums, *tensors)
+    no_weights = weights if weights.dim() == 1 else weights.new_empty(0)
+    no_sums = row_sums if row_sums.dim() == 1 else row_sums.new_empty(0)
+    ctx.save_for_backward(out if row_sums.dim() > 1 else no_weights, weights, row_sums, *tensors)
     ctx.rest = rest[:-1]
-    ctx.mark_non_differentiable(*nothing)
-    return Result(out, *nothing)
+    ctx.mark_non_differentiable(no_weights, no_sums)
+    return Result(out, no_weights, no_sums)
 
 
 def _save_gradient(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Any) -> Any:
     ctx.save_for_backward(tensors[0], *tensors[1 + _NUM_RESULTS :])
     ctx.rest = rest
     return result
-
-
-def _only(gradients: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor | None]:
-    return [g if needed else None for g, needed in zip(gradients, needs_grad, strict=True)]
 
 
 def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any]) -> list[Any]:

@@ -18,16 +18,10 @@ FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
-    """Return the mask of the weights that dropout keeps.
+    """Return the mask of the weights that dropout keeps, (..., R, C): True with probability 1 - dropout_p.
 
-    Args:
-        seed: 0-d int64, on the device of the indices.
-        heads: integer indices b·Hq + h, of any shape (...).
-        rows: (R,) indices of the queries. columns: (C,) indices of the keys.
-        dropout_p: probability of dropping, in [0, 1).
-
-    Returns:
-        (..., R, C), bool; each entry is True with probability 1 - dropout_p.
+    seed: 0-d int64, on the device of the indices. heads: indices b·Hq + h, of any shape (...). rows: (R,) indices of
+    the queries. columns: (C,) indices of the keys.
     """
     by_row = row_hashes(seed, heads, rows).unsqueeze(-1)
     x = by_row ^ column_hashes(seed, columns)  # (..., R, C); int32 products wrap, as the hash requires
@@ -58,14 +52,10 @@ def _mix(x: Tensor) -> Tensor:
     x = x.to(torch.int64) * _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
-    return _low(x ^ _shift(x, 31))
+    x = x ^ _shift(x, 31)
+    return ((x & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)  # as a signed number, so that the cast to int32 does not overflow
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Return a logical shift to the right (the operator >> keeps the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _low(x: Tensor) -> Tensor:
-    """Return the low 32 bits as a signed number, so that the cast to int32 does not overflow."""
-    return ((x & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)

@@ -11,17 +11,12 @@ Saved = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of the weights th
 
 
 class Result(NamedTuple):
-    """What a forward pass returns, and the backward pass needs.
+    """What a forward pass returns, and the backward pass needs."""
 
-    Attributes:
-        out: output of attention.
-        weights: saved weights; empty if none are saved.
-        row_sums: the sum of each query's weights and the lift with which they were computed (``normalization``), in
-            float32 or better; of the query's shape with a last dimension of 2. Empty without ``normalize``.
-    """
-
-    out: Tensor
-    weights: Tensor
+    out: Tensor  # output of attention
+    weights: Tensor  # saved weights; empty if none are saved
+    # (*query.shape[:-1], 2) in float32 or better, the sum of each query's weights and the lift with which they were
+    # computed (``normalization``); empty without ``normalize``
     row_sums: Tensor
 
 

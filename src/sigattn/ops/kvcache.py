@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import has_torch_function
 
 from sigattn.ops import autograd, blocked, reference, triton, validation
-from sigattn.ops.custom_ops import Backend, Operator, library
+from sigattn.ops.custom_ops import Backend, Operator, has_values, library
 from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
 from sigattn.ops.proxies import record
 
@@ -23,7 +22,6 @@ _NO_GRADIENT = (
     "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()"
 )
 _BOUNDS = ("seqlens", "left_padding", "block_table", "query_ends")  # fields that bound the keys to read
-_BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1)"
 
 
 def check_cache_bounds(
@@ -35,15 +33,8 @@ def check_cache_bounds(
     capacity: int,
     padding_name: str = "left_padding",
 ) -> None:
-    """Raise ValueError unless all keys lie within the cache.
-
-    Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph or of torch.vmap have no
-    values; the op checks them. Fake tensors have none at all.
-    """
-    if seqlens.device.type != "cpu":
-        return
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if is_traced or is_fake(seqlens) or not seqlens.numel():
+    """Raise ValueError unless all keys lie within the cache, if lengths can be read without synchronising."""
+    if torch.compiler.is_compiling() or not has_values(seqlens) or not seqlens.numel():
         return
     stops = seqlens.tolist()
     if min(stops) < 0 or max(stops) > capacity:
@@ -62,14 +53,13 @@ def check_cache_bounds(
 
 
 def _with_checked_bounds(p: KVCacheProblem) -> KVCacheProblem:
-    """Return a problem with copies of the tensors that bound its keys, checked as by ``check_cache_bounds``.
+    """Return a problem with checked copies of the tensors that bound its keys, unless they are on an accelerator.
 
-    Copies, because whoever shares the memory of the originals may change it before they are used. Those on an
-    accelerator are neither checked nor copied: its kernels use them in the order of the stream.
+    Copies, because whoever shares the memory of the originals may change it before they are used.
     """
     if p.seqlens.device.type != "cpu":
         return p
-    copies: Any = {name: None if t is None else t.clone() for name, t in p._asdict().items() if name in _BOUNDS}
+    copies: Any = {name: t.clone() for name in _BOUNDS if (t := getattr(p, name)) is not None}
     p = p._replace(**copies)
     check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, p.key.shape[0], p.capacity)
     return p
@@ -218,16 +208,15 @@ def sigmoid_kvcache_attention(
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
     validation.cache(_NAME, names, query, key_cache, value_cache, key, value, block_table, enable_gqa=enable_gqa)
     (batch, n, heads, _), pages = query.shape, key_cache.shape[0]
-    validation.bias(_NAME, bias, query, (batch, heads, n, 1), advice=_BIAS_ADVICE)
-    if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, query, (batch, heads, n, None), "(B, Hq, N, K)")
-    if alibi_slopes is not None:
-        validation.slopes(_NAME, alibi_slopes, query, batch, heads)
+    if bias is None:
+        raise TypeError(f"{_NAME}: bias must be the number or tensor that the model was trained with, got None")
+    options = validation.options(
+        _NAME, query, (batch, heads, n, 1), (batch, heads, n, None), "(B, Hq, N, K)", attn_mask=attn_mask,
+        is_causal=is_causal, scale=scale, bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap,
+        normalize=normalize,
+    )  # fmt: skip
     if left_padding is not None:
         validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
-    validation.flag(_NAME, "is_causal", is_causal)
-    validation.flag(_NAME, "normalize", normalize)
-    _, scale, window, softcap = validation.numbers(_NAME, 0.0, scale, window, softcap)
     num_splits = validation.count(_NAME, "num_splits", num_splits)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
@@ -241,23 +230,9 @@ def sigmoid_kvcache_attention(
         append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
         seqlens = new_seqlens
     problem = make_problem(
-        KVCacheProblem,
-        query,
-        key_cache,
-        value_cache,
-        seqlens=seqlens,
-        bias=bias,
-        left_padding=left_padding,
-        block_table=block_table,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        num_splits=num_splits,
-        normalize=normalize,
-    )
+        KVCacheProblem, query, key_cache, value_cache, seqlens=seqlens, left_padding=left_padding,
+        block_table=block_table, num_splits=num_splits, **options,
+    )  # fmt: skip
     return KV_CACHE(problem, backend)
 
 

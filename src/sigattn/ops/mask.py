@@ -12,8 +12,8 @@ _NAME = "sigmoid_attention"
 
 
 def resolve(
-    attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: Any = 0
-) -> tuple[Any, bool, Any]:
+    attn_mask: Any, is_causal: Any, window: Any, query: Any, key: Any, *, query_offset: Any = 0
+) -> tuple[Any, Any, Any]:
     """Return attn_mask, is_causal and window, with a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.
@@ -24,8 +24,8 @@ def resolve(
     """
     if attn_mask is None or type(attn_mask) is Tensor or not isinstance(attn_mask, Tensor):
         return attn_mask, is_causal, window
-    kind = _causal_bias()
-    if kind is None or not isinstance(attn_mask, kind):
+    module = sys.modules.get("torch.nn.attention.bias")  # without it, no instance exists
+    if module is None or not isinstance(attn_mask, module.CausalBias):
         refuse_subclass(_NAME, "attn_mask", attn_mask)
         return attn_mask, is_causal, window
     if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
@@ -34,22 +34,14 @@ def resolve(
         raise ValueError(f"{_NAME}: attn_mask is a CausalBias, which aligns queries and keys itself, with query_offset")
     n, m = query.shape[-2], key.shape[-2]
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n, m):
-        raise ValueError(
-            f"{_NAME}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and "
-            f"{attn_mask.seq_len_kv} keys, but query and key have {n} and {m}"
-        )
+        made_for = f"{attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys"
+        raise ValueError(f"{_NAME}: attn_mask is a CausalBias of {made_for}, but query and key have {n} and {m}")
     offset = m - n if attn_mask.variant.name == "LOWER_RIGHT" else 0
     if offset == 0:
         return None, True, window
     if offset > 0 and window is None:
         return None, is_causal, (-1, offset)
     return torch.ones(n, m, dtype=torch.bool, device=query.device).tril(offset), is_causal, window
-
-
-def _causal_bias() -> Any:
-    """Return PyTorch's class ``CausalBias``, or None if its module was not imported, so that no instance exists."""
-    module = sys.modules.get("torch.nn.attention.bias")
-    return None if module is None else module.CausalBias
 
 
 def refuse_subclass(caller: str, name: str, t: Any) -> None:

@@ -6,7 +6,7 @@ PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 tran
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +14,6 @@ from torch import Tensor
 from sigattn.ops import validation
 
 _NAME = "sigmoid_attention"
-
-
-class Packed(NamedTuple):
-    """Sequences of nested query, key and value, concatenated."""
-
-    query: Tensor  # (total_q, Hq, D)
-    key: Tensor  # (total_k, Hkv, D)
-    value: Tensor  # (total_k, Hkv, Dv)
-    cu_seqlens_q: Tensor  # (B + 1,)
-    cu_seqlens_k: Tensor  # (B + 1,)
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 def is_nested(*tensors: Any) -> bool:
@@ -38,8 +26,18 @@ def has_ragged_batch(query: Any) -> bool:
     return query.dim() > 3 and query._ragged_idx == 1
 
 
-def check(query: Any, key: Any, value: Any) -> None:
+def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
     """Raise unless query, key and value are jagged, with the same batch, and key and value with the same lengths."""
+    for name, option in (
+        ("attn_mask", attn_mask),
+        ("key_lengths", key_lengths),
+        ("query_offset", query_offset or None),
+    ):
+        if option is not None:
+            raise ValueError(
+                f"{_NAME}: {name} is not supported with nested tensors, whose offsets define the lengths; is_causal, "
+                "window and alibi_slopes are"
+            )
     operands = {"query": query, "key": key, "value": value}
     t: Any
     for name, t in operands.items():
@@ -56,40 +54,26 @@ def check(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
             )
-    if not (query._ragged_idx == key._ragged_idx == value._ragged_idx):
-        validation.raise_error(
-            _NAME, ValueError, "query, key and value must be ragged in the same dimension", **operands
-        )
-    if has_ragged_batch(query):
-        if not (query.shape[1] == key.shape[1] == value.shape[1]):
-            validation.raise_error(
-                _NAME, ValueError, "query, key and value must be made with the same offsets tensor", **operands
-            )
-        return
-    if query._ragged_idx != 2 or not (query.dim() == key.dim() == value.dim() == 4):
+    message = None
+    if not query._ragged_idx == key._ragged_idx == value._ragged_idx:
+        message = "query, key and value must be ragged in the same dimension"
+    elif has_ragged_batch(query):
+        if not query.shape[1] == key.shape[1] == value.shape[1]:
+            message = "query, key and value must be made with the same offsets tensor"
+    elif query._ragged_idx != 2 or not query.dim() == key.dim() == value.dim() == 4:
         message = (
-            "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
+            "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose "
+            "dimensions 1 and 2"
         )
-        validation.raise_error(_NAME, ValueError, f"{message} dimensions 1 and 2", **operands)
-    if not (query.shape[0] == key.shape[0] == value.shape[0]):
-        validation.raise_error(
-            _NAME, ValueError, "query, key and value must have the same batch size (dimension 0)", **operands
+    elif not query.shape[0] == key.shape[0] == value.shape[0]:
+        message = "query, key and value must have the same batch size (dimension 0)"
+    elif key.shape[2] != value.shape[2]:
+        message = (
+            "key and value must have the same lengths: make them with the same offsets tensor "
+            "(torch.nested.nested_tensor_from_jagged)"
         )
-    if key.shape[2] != value.shape[2]:
-        message = "key and value must have the same lengths: make them with the same offsets tensor"
-        validation.raise_error(_NAME, ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", **operands)
-
-
-def refuse(attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
-    """Raise ValueError for options that nested tensors do not support."""
-    if attn_mask is not None:
-        raise ValueError(
-            f"{_NAME}: attn_mask is not supported with nested tensors; is_causal, window and alibi_slopes are"
-        )
-    if key_lengths is not None:
-        raise ValueError(f"{_NAME}: key_lengths is not supported with nested tensors, whose offsets define the lengths")
-    if query_offset:
-        raise ValueError(f"{_NAME}: query_offset is not supported with nested tensors")
+    if message is not None:
+        validation.raise_error(_NAME, ValueError, message, **operands)
 
 
 def has_equal_lengths(query: Any, key: Any) -> bool:
@@ -101,17 +85,17 @@ def has_equal_lengths(query: Any, key: Any) -> bool:
     return torch.equal(query.offsets(), key.offsets())
 
 
-def pack(query: Any, key: Any, value: Any) -> Packed:
-    """Return the values and offsets of checked nested tensors; nothing is copied if they were made by a transpose."""
-    return Packed(
-        query.transpose(1, 2).values(),
-        key.transpose(1, 2).values(),
-        value.transpose(1, 2).values(),
-        query.offsets(),
-        key.offsets(),
-        _longest(query),
-        _longest(key),
-    )
+def pack(query: Any, key: Any, value: Any) -> dict[str, Any]:
+    """Return checked nested tensors as fields of a ``VarlenProblem``; nothing is copied if they were transposed."""
+    return {
+        "query": query.transpose(1, 2).values(),  # (total_q, Hq, D)
+        "key": key.transpose(1, 2).values(),
+        "value": value.transpose(1, 2).values(),
+        "cu_seqlens_q": query.offsets(),
+        "cu_seqlens_k": key.offsets(),
+        "max_seqlen_q": _longest(query),
+        "max_seqlen_k": _longest(key),
+    }
 
 
 def _longest(t: Any) -> int:

@@ -35,10 +35,7 @@ def new_row_sums(query: Tensor) -> Tensor:
 def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], object]) -> None:
     """Run the forward pass of a problem that normalises, a second time if rows need a lift, and write the lifts.
 
-    Args:
-        problem: the problem.
-        row_sums: sums and lifts, (B, Hq, N, 2).
-        forward: writes the output of a problem, and the sums of its rows, row_sums[..., 0].
+    ``forward`` writes the output of a problem, and the sums of its rows, ``row_sums[..., 0]``.
     """
     forward(problem)
     is_small = row_sums[..., 0] < SMALLEST_SUM
@@ -69,18 +66,11 @@ def add_parts(parts: Sequence[Result], total: Result) -> None:
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward pass of the plain sigmoid needs to compute the gradients of a problem that normalises.
+    """What the backward pass of the plain sigmoid needs to compute the gradients of a problem that normalises."""
 
-    Attributes:
-        problem: the problem, with the bias of lifted rows.
-        grad_out: gradient of the output divided by the sums of the rows, (B, Hq, N, Dv); in float32 for float16, in
-            which it may be infinite.
-        row_terms: what is subtracted from each row of dP, (B, Hq, N, 1) in float32 or better.
-    """
-
-    problem: Problem
-    grad_out: Tensor
-    row_terms: Tensor
+    problem: Problem  # with the bias of lifted rows
+    grad_out: Tensor  # (B, Hq, N, Dv), divided by the sums of rows; in float32 for float16, where it may be infinite
+    row_terms: Tensor  # (B, Hq, N, 1) in float32 or better, subtracted from each row of dP
 
 
 def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> BackwardOperands:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor
 
-from sigattn.ops import settings
+from sigattn.ops import settings, validation
 from sigattn.ops.autocast import is_autocast_enabled
 from sigattn.ops.block_mask import Blocks
 
@@ -71,49 +71,30 @@ def scale_or_default(scale: float | None, head_dim: int) -> float:
 
 
 class Problem(NamedTuple):
-    """Canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
+    """Canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes."""
 
-    Attributes:
-        query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv). Hq is a multiple of Hkv.
-        bias: 4-D and broadcastable to (B, Hq, N, 1); or 0-d on the CPU (a number); or None for the paper's rule.
-        attn_mask: 4-D and broadcastable to (B, Hq, N, M): bool (True = attend) or floating point (added); or None.
-        alibi_slopes: (B or 1, Hq, 2), one slope for keys before the query and one for keys after it; or None.
-        key_lengths: (B,) integers; or None.
-        seed: 0-d int64 on the query's device, so that kernels need no synchronisation and a CUDA graph draws a new seed
-            at each replay; None without dropout.
-        mask_table, mask_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), equivalent to a bool mask; or
-            both None.
-        scale: factor of Q Kᵀ; None for D^-1/2.
-        left, right: query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
-        dropout_p: probability of dropping a weight.
-        query_offset: position of the first query relative to the keys; M - N aligns the last query with the last key.
-        fast: if True, the error of σ may be small relative to 1 only, not relative to P.
-        deterministic: if True, results must repeat bitwise.
-        softcap: c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added; 0 does not.
-        first_head: index b·Hq + h of the first head if the heads are a slice of a larger problem (for dropout).
-        normalize: if True, the weights of each row are divided by their sum, before dropout.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None = None
-    attn_mask: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    key_lengths: Tensor | None = None
+    query: Tensor  # (B, Hq, N, D), Hq a multiple of Hkv
+    key: Tensor  # (B, Hkv, M, D)
+    value: Tensor  # (B, Hkv, M, Dv)
+    bias: Tensor | None = None  # 4-D, broadcastable to (B, Hq, N, 1); 0-d on the CPU (a number); None: the paper's rule
+    attn_mask: Tensor | None = None  # 4-D, broadcastable to (B, Hq, N, M): bool (True = attend) or float (added)
+    alibi_slopes: Tensor | None = None  # (B or 1, Hq, 2), one for keys before the query and one for keys after it
+    key_lengths: Tensor | None = None  # (B,) integers
+    # 0-d int64 on the query's device, so that kernels need no synchronisation and a CUDA graph draws a new seed at each
+    # replay; None without dropout
     seed: Tensor | None = None
-    mask_table: Tensor | None = None
+    mask_table: Tensor | None = None  # with mask_tiles, the blocks of a ``BlockMask`` (``block_mask.Blocks``)
     mask_tiles: Tensor | None = None
-    scale: float | None = None
-    left: int = UNLIMITED
-    right: int = UNLIMITED
-    dropout_p: float = 0.0
-    query_offset: int = 0
-    fast: bool = False
-    deterministic: bool = False
-    softcap: float = 0.0
-    first_head: int = 0
-    normalize: bool = False
+    scale: float | None = None  # factor of Q Kᵀ; None for D^-1/2
+    left: int = UNLIMITED  # query i attends to keys i - left ≤ j ≤ i + right
+    right: int = UNLIMITED  # 0 if causal
+    dropout_p: float = 0.0  # probability of dropping a weight
+    query_offset: int = 0  # position of the first query relative to the keys; M - N aligns last query and last key
+    fast: bool = False  # the error of σ may be small relative to 1 only, not relative to P
+    deterministic: bool = False  # results must repeat bitwise
+    softcap: float = 0.0  # c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added
+    first_head: int = 0  # index b·Hq + h of the first head, if the heads are a slice of a larger problem (for dropout)
+    normalize: bool = False  # the weights of each row are divided by their sum, before dropout
 
     @property
     def blocks(self) -> Blocks | None:
@@ -166,29 +147,19 @@ def select_rows(t: Tensor | None, rows: slice) -> Tensor | None:
 class VarlenProblem(NamedTuple):
     """Canonical arguments for B packed sequences; s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1.
 
-    The last query of a sequence is aligned with its last key (bottom-right alignment).
-
-    Attributes:
-        query: (Tq, Hq, D). key: (Tk, Hkv, D). value: (Tk, Hkv, Dv).
-        bias: (B or 1, Hq or 1, 1, 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
-        attn_mask: 4-D and broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k): bool or floating point as in
-            ``Problem``; entry [s, h, i, j] belongs to query i and key j within sequence s. Or None.
-        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) non-descending integers from 0. Rows beyond the last belong to no sequence.
-        max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
-        seed, scale, left, right, dropout_p, fast, deterministic, softcap, normalize: as in ``Problem``.
+    The last query of a sequence is aligned with its last key (bottom-right alignment). Other fields as in ``Problem``.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    attn_mask: Tensor | None
+    query: Tensor  # (Tq, Hq, D)
+    key: Tensor  # (Tk, Hkv, D)
+    value: Tensor  # (Tk, Hkv, Dv)
+    bias: Tensor | None  # (B or 1, Hq or 1, 1, 1); a number is 0-d on the CPU; None: -log of each sequence's keys
+    attn_mask: Tensor | None  # 4-D, broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), by position in the sequence
     alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # (B + 1,) non-descending integers from 0; rows beyond the last belong to no sequence
     cu_seqlens_k: Tensor
     seed: Tensor | None
-    max_seqlen_q: int
+    max_seqlen_q: int  # upper bound of the sequences' lengths
     max_seqlen_k: int
     scale: float | None = None
     left: int = UNLIMITED
@@ -230,17 +201,9 @@ class VarlenProblem(NamedTuple):
             bias,
             None if self.attn_mask is None else self.mask_of_sequence(self.attn_mask, index, n, m),
             alibi_slopes=None if self.alibi_slopes is None else self.of_sequence(self.alibi_slopes, index),
-            seed=self.seed,
-            scale=self.scale,
-            left=self.left,
-            right=self.right,
-            dropout_p=self.dropout_p,
             query_offset=m - n,
-            fast=self.fast,
-            deterministic=self.deterministic,
-            softcap=self.softcap,
             first_head=index * query.shape[1],
-            normalize=self.normalize,
+            **_shared_options(self),
         )
 
     @staticmethod
@@ -264,38 +227,28 @@ class VarlenProblem(NamedTuple):
 class KVCacheProblem(NamedTuple):
     """Canonical arguments for B samples with N new queries each, against a cache of P pages of ``page`` keys.
 
-    Attributes:
-        query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
-        seqlens: (B,) integers, one past the index of each sample's last key.
-        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1, 1).
-        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, for the last K keys of each
-            sample; earlier keys are not masked. Or None.
-        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
-        left_padding: (B,) integers, the index of each sample's first key; None for 0.
-        block_table: (B, pages) integers, the pages of each sample, in order; None if page b is the only page of sample
-            b.
-        query_ends: (B,) integers, one past the position of each sample's last query, relative to the keys and not
-            limited to their range; None for ``seqlens``, which aligns the last query with the last key.
-        scale, left, right, fast, softcap, normalize: as in ``Problem``.
-        num_splits: number of parts into which GPU kernels split the keys; 0 for automatic.
+    Other fields as in ``Problem``.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    seqlens: Tensor
-    bias: Tensor
+    query: Tensor  # (B, N, Hq, D)
+    key: Tensor  # (P, page, Hkv, D)
+    value: Tensor  # (P, page, Hkv, Dv)
+    seqlens: Tensor  # (B,) integers, one past the index of each sample's last key
+    bias: Tensor  # 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1, 1)
+    # (B or 1, Hq or 1, N or 1, K), for the last K keys of each sample; earlier keys are not masked
     attn_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
-    left_padding: Tensor | None = None
-    block_table: Tensor | None = None
+    left_padding: Tensor | None = None  # (B,) integers, the index of each sample's first key; None for 0
+    block_table: Tensor | None = None  # (B, pages), the pages of each sample in order; None: page b is that of sample b
+    # (B,) integers, one past the position of each sample's last query, relative to the keys and not limited to their
+    # range; None for ``seqlens``, which aligns the last query with the last key
     query_ends: Tensor | None = None
     scale: float | None = None
     left: int = UNLIMITED
     right: int = UNLIMITED
     fast: bool = False
     softcap: float = 0.0
-    num_splits: int = 0
+    num_splits: int = 0  # number of parts into which GPU kernels split the keys; 0 for automatic
     normalize: bool = False
 
     @property
@@ -309,22 +262,16 @@ class KVCacheProblem(NamedTuple):
         return self.key.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
 
     def key_ranges(self) -> list[tuple[int, int, int]]:
-        """Return the index of each sample's first key, and one past its last key and its last query.
-
-        It reads the lengths, which synchronises on an accelerator.
-        """
+        """Return each sample's first key, and one past its last key and last query; reads (synchronises) lengths."""
         stops = self.seqlens.tolist()
         firsts = [0] * len(stops) if self.left_padding is None else self.left_padding.tolist()
         ends = stops if self.query_ends is None else self.query_ends.tolist()
         return list(zip(firsts, stops, ends, strict=True))
 
     def samples(self, samples: slice, first: int, stop: int, length: int, end: int) -> Problem:
-        """Return samples as a problem without a cache, of the keys first … stop - 1.
+        """Return samples (one, if there is a ``block_table``) as a problem of the keys first … stop - 1.
 
-        Args:
-            samples: the samples; one if there is a ``block_table``.
-            first, stop: range of the keys.
-            length, end: one past the last key and the last query of each of the samples.
+        length, end: one past the last key and the last query of each of the samples.
         """
 
         def of(t: Tensor) -> Tensor:  # (B or 1, …) → (nb or 1, …)
@@ -343,12 +290,8 @@ class KVCacheProblem(NamedTuple):
             self.bias if self.bias.dim() == 0 else of(self.bias),
             mask,
             None if self.alibi_slopes is None else of(self.alibi_slopes),
-            scale=self.scale,
-            left=self.left,
-            right=self.right,
             query_offset=end - self.query.shape[1] - first,
-            softcap=self.softcap,
-            normalize=self.normalize,
+            **_shared_options(self),
         )
 
     def _keys(self, cache: Tensor, samples: slice, first: int, stop: int) -> Tensor:  # (nb, Hkv, M, E)
@@ -363,6 +306,15 @@ class KVCacheProblem(NamedTuple):
 
 
 P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
+_SHARED = ("seed", "scale", "left", "right", "dropout_p", "fast", "deterministic", "softcap", "normalize")
+
+
+def _shared_options(problem: VarlenProblem | KVCacheProblem) -> dict[str, Any]:
+    """Return the fields that a sequence or sample has in common with its problem."""
+    return {name: getattr(problem, name) for name in _SHARED if hasattr(problem, name)}
+
+
+# -- layout of outputs ------------------------------------------------------------------------------------------------
 
 
 def memory_order(t: Tensor) -> list[int]:
@@ -430,18 +382,17 @@ def make_problem(
     Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
     that a graph compiled for any length does not specialise on one.
 
-    Args:
-        kind: class of the operator's problems.
-        query, key, value, …: as in the operators.
-        precision: "accurate" or "fast"; None for the process-wide setting.
-        deterministic: if True, gradients repeat bitwise.
-        fields: fields of ``kind`` that are the same in the operator's arguments and in its problems.
+    precision: "accurate" or "fast"; None for the process-wide setting. deterministic: if True, gradients repeat
+    bitwise. fields: fields of ``kind`` that are the same in the operator's arguments.
     """
     left, right = combine_window(window, is_causal)
-    precision = settings.current_precision if precision is None else settings.checked_precision(precision)
-    for name, value_of_field in fields.items():
-        if isinstance(value_of_field, Tensor):
-            fields[name] = as_index(value_of_field)
+    if precision is None:
+        precision = settings.current_precision
+    else:
+        validation.choice("sigattn", "sigmoid precision", precision, settings.PRECISIONS, optional=False)
+    for name, field in fields.items():
+        if isinstance(field, Tensor):
+            fields[name] = as_index(field)
     if kind is not KVCacheProblem:  # has neither dropout nor a gradient
         fields["seed"] = new_seed(query.device) if dropout_p else None
         fields["dropout_p"] = dropout_p

@@ -140,15 +140,16 @@ def masked_logits(
         visible = visible & _exists(p)[:, None, None, :]
     if blocks is not None:
         visible = visible & blocks.dense(slice(start, stop), slice(*columns))
+    added = p.attn_mask if p.attn_mask is not None and p.attn_mask.is_floating_point() else None
     if p.attn_mask is not None:
-        visible = visible & (p.attn_mask != -torch.inf if p.attn_mask.is_floating_point() else p.attn_mask)
+        visible = visible & (p.attn_mask if added is None else added != -torch.inf)
     if p.softcap:  # mask before tanh, because the derivative of tanh at a masked NaN would be NaN
         logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
     logits = logits + (p.bias_value() if p.bias is None else p.bias)  # a fake tensor has no number
     if p.alibi_slopes is not None:
         logits = logits + alibi(p.alibi_slopes, positions, columns, wide)
-    if p.attn_mask is not None and p.attn_mask.is_floating_point():
-        logits = logits + p.attn_mask.to(wide).masked_fill(p.attn_mask == -torch.inf, 0)
+    if added is not None:
+        logits = logits + added.to(wide).masked_fill(added == -torch.inf, 0)
     return logits.to(wide).masked_fill(~visible, 0), visible
 
 

@@ -17,12 +17,9 @@ def describe(value: Any) -> str:
 
 
 def real(caller: str, name: str, value: Any) -> float:
-    """Return a real number as a Python number; a symbol of a traced graph is returned unchanged.
+    """Return a real number as a Python number, a symbol of a traced graph unchanged; raise TypeError for others.
 
     A 0-d tensor is read, which synchronises if it is on an accelerator.
-
-    Raises:
-        TypeError: for anything else, bool included, and for a tensor that requires a gradient.
     """
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]  # a symbol stands for a number
@@ -36,13 +33,7 @@ def real(caller: str, name: str, value: Any) -> float:
 
 
 def integer(caller: str, name: str, value: Any) -> int:
-    """Return an integer as int; a symbol of a traced graph is returned unchanged.
-
-    A 0-d tensor of integers is read, which synchronises if it is on an accelerator.
-
-    Raises:
-        TypeError: for anything else, bool included.
-    """
+    """Return an integer as int, as ``real`` does."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]  # a symbol stands for a number
     if isinstance(value, Tensor) and value.dim() == 0 and is_integral(value):

@@ -82,9 +82,3 @@ def set_sigmoid_precision(precision: str) -> None:
 def get_sigmoid_precision() -> str:
     """Return the current setting of ``set_sigmoid_precision``: "accurate" or "fast"."""
     return current_precision
-
-
-def checked_precision(precision: str) -> str:
-    """Return the precision of a call; raise ValueError if it is not one of ``PRECISIONS``."""
-    validation.choice("sigattn", "sigmoid precision", precision, PRECISIONS, optional=False)
-    return precision

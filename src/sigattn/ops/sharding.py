@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from sigattn.ops.gradients import Gradients, Result
 from sigattn.ops.problem import Problem
@@ -12,26 +14,17 @@ _has_rules = False
 
 
 def add_rules(forward: Any, backward: Any, problem: Problem) -> None:
-    """Register the rules of the two ops at the first call with a DTensor.
-
-    Raises:
-        ValueError: for a DTensor with dropout, because copies of a query would get different masks.
-    """
+    """Register the rules of the two ops at the first call with a DTensor; raise ValueError for one with dropout."""
     global _has_rules
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(problem.query, module.DTensor):
+    if not isinstance(problem.query, DTensor):
         return
-    if problem.seed is not None:
+    if problem.seed is not None:  # copies of a query would get different masks
         raise ValueError("sigmoid_attention: dropout_p is not supported with DTensor: pass 0, or .to_local() tensors")
-    if _has_rules:
-        return
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(forward)(lambda *args: [_of_forward(dim, *args) for dim in _dimensions(args)])
-    register_sharding(backward)(
-        lambda *args: [_of_backward(dim, *args) for dim in _dimensions(args[1 + len(Result._fields) :])]
-    )
-    _has_rules = True
+    if not _has_rules:
+        first = 1 + len(Result._fields)  # argument of the backward op that is the first field of a problem
+        register_sharding(forward)(lambda *args: [_of_forward(dim, *args) for dim in _dimensions(args)])
+        register_sharding(backward)(lambda *args: [_of_backward(dim, *args) for dim in _dimensions(args[first:])])
+        _has_rules = True
 
 
 def _dimensions(fields: Any) -> list[int | None]:
@@ -46,19 +39,14 @@ def _dimensions(fields: Any) -> list[int | None]:
 
 def _of_forward(dim: int | None, *args: Any) -> tuple[list[Any], list[Any]]:
     """Return the placements of the forward op's results and arguments, sharded over a dimension."""
-    from torch.distributed.tensor import Replicate, Shard
-
     problem = Problem(*args[: len(Problem._fields)])
-    replicated = Replicate()
-    sharded = replicated if dim is None else Shard(dim)
+    sharded = Replicate() if dim is None else Shard(dim)
     has_sums = problem.normalize and args[len(Problem._fields)] != "reference"
-    return [sharded, replicated, sharded if has_sums else replicated], _of_arguments(dim, args)
+    return [sharded, Replicate(), sharded if has_sums else Replicate()], _of_arguments(dim, args)
 
 
 def _of_backward(dim: int | None, *args: Any) -> tuple[list[Any], list[Any]]:
     """As above, of the backward op, whose results are partial sums where a tensor broadcasts over the dimension."""
-    from torch.distributed.tensor import Partial, Replicate
-
     first = 1 + len(Result._fields)
     arguments = _of_arguments(dim, args)
     gradients: list[Any] = [Replicate()] * len(Gradients._fields)
@@ -72,14 +60,13 @@ def _of_backward(dim: int | None, *args: Any) -> tuple[list[Any], list[Any]]:
 
 def _of_arguments(dim: int | None, args: Any) -> list[Any]:
     """Return the placements of tensors: sharded, or the same everywhere if they are empty or broadcast."""
-    from torch.distributed.tensor import Replicate, Shard
-
     placements: list[Any] = []
     for arg in args:
         shape = getattr(arg, "shape", None)
         if shape is None:
             placements.append(None)
-            continue
-        has_dim = dim is not None and (len(shape) > 2 or (dim == 0 and len(shape) == 1)) and shape[dim] > 1
-        placements.append(Shard(dim) if has_dim and dim is not None else Replicate())
+        elif dim is not None and (len(shape) > 2 or (dim == 0 and len(shape) == 1)) and shape[dim] > 1:
+            placements.append(Shard(dim))
+        else:
+            placements.append(Replicate())
     return placements

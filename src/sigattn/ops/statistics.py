@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
-from sigattn.ops.attention import validate_options, with_checked_lengths
+from sigattn.ops.attention import with_checked_lengths
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem, make_problem
 
@@ -74,51 +74,37 @@ def attention_statistics(
     >>> attention_statistics(query, key, value).row_mass_mean.shape
     torch.Size([2, 4])
     """
-    validation.flag(_NAME, "is_causal", is_causal)
-    validation.flag(_NAME, "normalize", normalize)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
-    _, scale, window, softcap = validate_options(
-        _NAME, query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
-    )
+    batch, heads, n, _ = query.shape
+    options = validation.options(
+        _NAME, query, (batch, heads, n, 1), (batch, heads, n, key.shape[2]), key=key, attn_mask=attn_mask,
+        is_causal=is_causal, scale=scale, bias=bias, window=window, alibi_slopes=alibi_slopes, key_lengths=key_lengths,
+        softcap=softcap, normalize=normalize,
+    )  # fmt: skip
     validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS), optional=False)
     if normalize and activation != "sigmoid":
         raise ValueError(f'{_NAME}: normalize=True needs activation="sigmoid", got {activation!r}')
-    if query.shape[2] == 0:
+    if n == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
-    problem = make_problem(
-        Problem,
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        bias=bias,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        key_lengths=key_lengths,
-        softcap=softcap,
-        normalize=normalize,
-    )
-    problem = with_checked_lengths(problem)
+    problem = with_checked_lengths(make_problem(Problem, query, key, value, **options))
     with without_autocast(query.device.type):
-        return _over_rows(problem, activation)
-
-
-def _over_rows(problem: Problem, activation: str) -> AttentionStatistics:
-    parts = [_of_rows(problem.rows(i, stop), activation) for i, stop in reference.row_blocks(problem)]
+        parts = [_of_rows(problem.rows(i, stop), activation) for i, stop in reference.row_blocks(problem)]
     mass, square, largest, hoyer, counted = (torch.cat(p, dim=-1) for p in zip(*parts, strict=True))  # each (B, Hq, N)
-    count = counted.sum(-1)
     return AttentionStatistics(
-        mass.mean(-1), mass.amin(-1), mass.amax(-1), square.sum(-1).sqrt(), largest.amax(-1), hoyer.sum(-1) / count
+        row_mass_mean=mass.mean(-1),
+        row_mass_min=mass.amin(-1),
+        row_mass_max=mass.amax(-1),
+        output_norm=square.sum(-1).sqrt(),
+        max_logit=largest.amax(-1),
+        hoyer_sparsity=hoyer.sum(-1) / counted.sum(-1),
     )
 
 
 def _of_rows(problem: Problem, activation: str) -> tuple[Tensor, ...]:
     """Return row mass, ‖O‖², largest logit, Hoyer sparsity (0 if undefined) and 1 if that is defined, per query."""
     logits, visible = reference.masked_logits(problem, activation)  # (B, Hq, R, M)
-    weights = reference.attention_weights(problem, activation)
+    weights = reference.weights_of(logits, visible, activation, problem.normalize)
     out = reference.combine(problem, weights)  # (B, Hq, R, Dv)
     n = visible.sum(-1)
     norm = weights.square().sum(-1).sqrt()

@@ -72,19 +72,14 @@ def tensors(caller: str, **arguments: Any) -> None:
         if t.is_nested or t.layout is not torch.strided:
             raise_error(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
     first, *others = arguments.values()
-    if first.dtype not in _DTYPES:
-        message = f"{_listed(arguments)} must be floating point: float16, bfloat16, float32 or float64"
+    dtype, device, all_of_them = first.dtype, first.device, _listed(arguments)
+    if dtype not in _DTYPES:
+        message = f"{all_of_them} must be floating point: float16, bfloat16, float32 or float64"
         raise_error(caller, TypeError, message, **arguments)
-    dtype, device = first.dtype, first.device
-    for t in others:
-        if t.dtype != dtype:
-            raise_error(
-                caller, TypeError, f"{_listed(arguments)} must have one dtype: convert with .to(dtype)", **arguments
-            )
-        if t.device != device:
-            raise_error(
-                caller, ValueError, f"{_listed(arguments)} must be on one device: move with .to(device)", **arguments
-            )
+    if any(t.dtype != dtype for t in others):
+        raise_error(caller, TypeError, f"{all_of_them} must have one dtype: convert with .to(dtype)", **arguments)
+    if any(t.device != device for t in others):
+        raise_error(caller, ValueError, f"{all_of_them} must be on one device: move with .to(device)", **arguments)
 
 
 def are_usual(query: Any, key: Any, value: Any) -> bool:
@@ -109,67 +104,44 @@ def are_usual(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def is_batch(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Return True for dense tensors (B, Hq, N, D), (B, Hkv, M, ·) and (B, Hkv, M, ·), and for what are no tensors.
-
-    Others are nested, or their leading dimensions broadcast.
-    """
-    for t in (query, key, value):
-        if not isinstance(t, Tensor):
-            return True
-        if t.is_nested or t.dim() != 4:
-            return False
-    heads = key.shape[1] == value.shape[1] and (enable_gqa or query.shape[1] == key.shape[1])
-    return bool(heads and query.shape[0] == key.shape[0] == value.shape[0])
-
-
-def head_dims(caller: str, **arguments: Tensor) -> None:
-    """Raise unless the first two operands, query and key, have the same head_dim."""
-    (q, query), (k, key), *_ = arguments.items()
-    if query.shape[-1] != key.shape[-1]:
-        raise_error(caller, ValueError, f"{q} and {k} must have the same head_dim (the last dimension)", **arguments)
-
-
 def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **arguments: Any) -> None:
-    """Raise unless query, key and value have the dimensions of a layout and fit together.
+    """Raise unless query, key and value, by their names in the call, have the dimensions of a layout and fit together.
 
-    Args:
-        caller: name of the public function.
-        layout: names of the dimensions, "batch", "length", "heads" and "head_dim" among them. All operands have the
-            same "batch", if that is named; key and value have the same size of all dimensions but the last.
-        enable_gqa: allow fewer heads of key and value than of the query.
-        arguments: query, key and value under their names in the call.
+    All have the same "batch", if the layout names it first; key and value differ in the last dimension only.
     """
     tensors(caller, **arguments)
     if type(enable_gqa) is not bool:
         flag(caller, "enable_gqa", enable_gqa)
     (q, query), (k, key), (v, value) = arguments.items()
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if not (len(of_query) == len(of_key) == len(of_value) == len(layout)):
-        message = f"{_listed(arguments)} must have {len(layout)} dimensions, ({', '.join(layout)})"
-        raise_error(caller, ValueError, message, **arguments)
-    if layout[0] == "batch" and not (of_query[0] == of_key[0] == of_value[0]):
-        raise_error(
-            caller, ValueError, f"{_listed(arguments)} must have the same batch size (dimension 0)", **arguments
-        )
-    if of_query[-1] != of_key[-1]:
-        head_dims(caller, **arguments)
-    if of_key[:-1] != of_value[:-1]:
-        dimension = next(i for i, (a, b) in enumerate(zip(of_key, of_value, strict=True)) if a != b)
-        name = _PLURALS.get(layout[dimension], layout[dimension])
-        raise_error(caller, ValueError, f"{k} and {v} must have the same {name} (dimension {dimension})", **arguments)
     dimension = layout.index("heads")
-    heads, shared = of_query[dimension], of_key[dimension]
-    if heads == shared:
-        return
-    if not enable_gqa:
-        message = f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
-        raise_error(caller, ValueError, message, **arguments)
-    if not heads or not shared or heads % shared:
-        message = f"the {heads} heads of {q} are not a multiple of the {shared} of {k}"
-        if layout == ROWS_FIRST and of_query[1] == of_key[1]:
+    message = None
+    if not len(of_query) == len(of_key) == len(of_value) == len(layout):
+        message = f"{_listed(arguments)} must have {len(layout)} dimensions, ({', '.join(layout)})"
+    elif layout[0] == "batch" and not of_query[0] == of_key[0] == of_value[0]:
+        message = f"{_listed(arguments)} must have the same batch size (dimension 0)"
+    elif of_query[-1] != of_key[-1]:
+        message = f"{q} and {k} must have the same head_dim (the last dimension)"
+    elif of_key[:-1] != of_value[:-1]:
+        differs = next(i for i, (a, b) in enumerate(zip(of_key, of_value, strict=True)) if a != b)
+        message = (
+            f"{k} and {v} must have the same {_PLURALS.get(layout[differs], layout[differs])} (dimension {differs})"
+        )
+    elif of_query[dimension] != of_key[dimension]:
+        message = misfit_of_heads(of_query[dimension], of_key[dimension], q, k, enable_gqa)
+        if message is not None and enable_gqa and layout == ROWS_FIRST and of_query[1] == of_key[1]:
             message += f"; {_HEADS_FIRST_GIVEN}"
+    if message is not None:
         raise_error(caller, ValueError, message, **arguments)
+
+
+def misfit_of_heads(heads: int, shared: int, q: str, k: str, enable_gqa: bool) -> str | None:
+    """Return why query heads cannot share key heads, or None."""
+    if not enable_gqa:
+        return f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
+    if not heads or not shared or heads % shared:
+        return f"the {heads} heads of {q} are not a multiple of the {shared} of {k}"
+    return None
 
 
 def _listed(arguments: dict[str, Any]) -> str:
@@ -198,7 +170,6 @@ def cache(
         key_cache, value_cache: (B, M, Hkv, ·), or pages (P, page_size, Hkv, ·) with a table.
         key, value: (B, N_new, Hkv, ·), or both None.
         table: (B, pages of each), or None.
-        enable_gqa: allow fewer heads of key and value than of the query.
     """
     q, kc, vc, k, v, t = names
     layout = ("pages", "page_size", "heads", "head_dim") if table is not None else ("samples", *ROWS_FIRST[1:])
@@ -208,8 +179,7 @@ def cache(
         raise_error(caller, ValueError, f"{k} and {v} must both be given, or neither", **{k: key, v: value})
     if key is not None:
         operands(caller, ROWS_FIRST, **{q: query, k: key, v: value})
-        fits = (*key.shape[2:], value.shape[3]) == (*key_cache.shape[2:], value_cache.shape[3])
-        if not fits:
+        if (*key.shape[2:], value.shape[3]) != (*key_cache.shape[2:], value_cache.shape[3]):
             message = f"{k} and {v} must have the cache's heads and head_dim"
             raise_error(caller, ValueError, message, **{k: key, v: value}, **caches)
     if table is not None:
@@ -220,6 +190,54 @@ def cache(
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
+
+
+def options(
+    caller: str,
+    query: Tensor,
+    bias_target: Sequence[int],
+    mask_target: Sequence[int | None],
+    mask_layout: str = "(B, Hq, N, M)",
+    *,
+    key: Tensor | None = None,
+    attn_mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    key_lengths: Any = None,
+    is_causal: Any = False,
+    normalize: Any = False,
+    dropout_p: Any = 0.0,
+    scale: Any = None,
+    window: Any = None,
+    softcap: Any = 0.0,
+) -> dict[str, Any]:
+    """Return the options of a call as arguments of ``make_problem``; raise unless they fit the operands.
+
+    Args:
+        caller: name of the public function.
+        query: the query, which has been checked.
+        bias_target: shape to which a bias broadcasts, (B, Hq, N or 1, 1).
+        mask_target, mask_layout: shape to which a mask broadcasts (None for any size), and the names of its dimensions.
+        key: the key, for advice on the layout of query and key.
+        attn_mask, …: as in the operators.
+    """
+    batch, heads = bias_target[:2]
+    if attn_mask is not None:
+        mask(caller, attn_mask, query, mask_target, mask_layout, key=key)
+    if bias is not None:
+        _bias(caller, bias, query, bias_target)
+    if alibi_slopes is not None:
+        slopes(caller, alibi_slopes, query, batch, heads)
+    checked = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes}
+    if key_lengths is not None:
+        integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
+        checked["key_lengths"] = key_lengths
+    for name, value in (("is_causal", is_causal), ("normalize", normalize)):
+        if type(value) is not bool:
+            flag(caller, name, value)
+        checked[name] = value
+    dropout_p, scale, window, softcap = numbers(caller, dropout_p, scale, window, softcap)
+    return checked | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
 
 
 def numbers(
@@ -251,7 +269,9 @@ def numbers(
 def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"{caller}: {name} must be a pair (left, right), got {window!r}")
-    left, right = (scalars.integer(caller, f"each side of {name}", side) for side in window)
+    left, right = window
+    if type(left) is not int or type(right) is not int:
+        left, right = (scalars.integer(caller, f"each side of {name}", side) for side in window)
     if left < -1 or right < -1:
         raise ValueError(
             f"{caller}: the sides of {name} must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
@@ -306,17 +326,21 @@ def mask(
     same_device(caller, "attn_mask", attn_mask, query, query_name)
 
 
-def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = "bias", advice: str = "") -> None:
+def _bias(caller: str, b: Any, query: Tensor, target: Sequence[int]) -> None:
     """Raise unless b is a number, or a floating-point tensor broadcastable to the target on the query's device."""
     if not isinstance(b, Tensor):
-        scalars.real(caller, f"{name}, if not a tensor,", b)
+        scalars.real(caller, "bias, if not a tensor,", b)
         return
     if b.dtype not in _DTYPES:
-        raise_error(caller, TypeError, f"{name} must be floating point, of 16 bits and more", **{name: b})
+        raise_error(caller, TypeError, "bias must be floating point, of 16 bits and more", bias=b)
     if b.is_nested or not broadcasts(b.shape, target):
-        message = f"{name} does not broadcast to (B, Hq, {'1' if target[2] == 1 else 'N'}, 1) = {tuple(target)}"
-        raise_error(caller, ValueError, f"{message}{advice}", query=query, **{name: b})
-    same_device(caller, name, b, query)
+        rows, of_query = ("1", "") if target[2] == 1 else ("N", ", per query (N, 1)")
+        message = (
+            f"bias does not broadcast to (B, Hq, {rows}, 1) = {tuple(target)}: a bias per head is (Hq, 1, 1), per "
+            f"sample (B, 1, 1, 1){of_query}; pass one per key as an additive attn_mask"
+        )
+        raise_error(caller, ValueError, message, query=query, bias=b)
+    same_device(caller, "bias", b, query)
 
 
 def slopes(
@@ -324,18 +348,14 @@ def slopes(
 ) -> None:
     """Raise unless alibi_slopes fits this batch size and number of heads."""
     if not isinstance(s, Tensor) or s.dtype not in _DTYPES:
-        raise TypeError(
-            f"{caller}: alibi_slopes must be a floating-point tensor of 16 bits and more, got {scalars.describe(s)}"
-        )
-    allowed = [(heads,), (batch, heads)]
-    if two_sided:
-        allowed += [(batch, heads, 2), (1, heads, 2)]
+        message = "alibi_slopes must be a floating-point tensor of 16 bits and more"
+        raise TypeError(f"{caller}: {message}, got {scalars.describe(s)}")
+    allowed = [(heads,), (batch, heads), *([(batch, heads, 2), (1, heads, 2)] if two_sided else [])]
     # with shapes of as many dimensions only, because comparing symbolic sizes adds a guard
     if not any(len(shape) == s.dim() and tuple(s.shape) == shape for shape in allowed):
         either = " or (B or 1, Hq, 2; one slope before, one after the query)" if two_sided else ""
-        raise_error(
-            caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", **{query_name: query}, alibi_slopes=s
-        )
+        message = f"alibi_slopes must be (Hq,), (B, Hq){either}"
+        raise_error(caller, ValueError, message, **{query_name: query}, alibi_slopes=s)
     same_device(caller, "alibi_slopes", s, query, query_name)
 
 
@@ -349,17 +369,17 @@ def integers(
         sizes = "" if None in shape else f" = {tuple(shape)}"
         raise_error(caller, ValueError, f"{name} must be {layout}{sizes}", **{name: t})
     if device is not None and t.device != device:
-        raise_error(
-            caller, ValueError, f"{name} must be on {device}, as the query is: move it with .to(device)", **{name: t}
-        )
+        message = f"{name} must be on {device}, as the query is: move it with .to(device)"
+        raise_error(caller, ValueError, message, **{name: t})
 
 
 def sequence_offsets(caller: str, query: Tensor, **cu_seqlens: Any) -> None:
     """Raise unless each tensor is (B + 1,) integers on the query's device, with the same B."""
+    layout = "(B + 1,): 0, then the end of each sequence"
     for name, t in cu_seqlens.items():
-        integers(caller, name, t, (None,), "(B + 1,): 0, then the end of each sequence", query.device)
+        integers(caller, name, t, (None,), layout, query.device)
         if not t.shape[0]:
-            raise_error(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
+            raise_error(caller, ValueError, f"{name} must be {layout}", **{name: t})
     first, *others = (t.shape[0] for t in cu_seqlens.values())
     if any(size != first for size in others):  # a set would make a graph of torch.compile for each size
         raise_error(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)

@@ -13,7 +13,6 @@ from sigattn.ops.proxies import record
 
 _NAME = "sigmoid_varlen_attention"
 _CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls
-_BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sequence (B, 1, 1, 1)"
 
 
 def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
@@ -53,8 +52,9 @@ def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
 
 
 def _formula_unavailable(_: VarlenProblem) -> str | None:
-    is_compiling = torch.compiler.is_compiling()
-    return "it reads the lengths of sequences, which a compiled graph does not know" if is_compiling else None
+    if torch.compiler.is_compiling():
+        return "it reads the lengths of sequences, which a compiled graph does not know"
+    return None
 
 
 VARLEN: Operator[VarlenProblem] = Operator(
@@ -70,7 +70,6 @@ VARLEN: Operator[VarlenProblem] = Operator(
     lambda shapes: shapes.max_seqlen_k,  # an upper bound, because a counter does not know lengths
     formula_unavailable=_formula_unavailable,
 )
-BACKENDS = tuple(VARLEN.backends)
 
 
 def sigmoid_varlen_attention(
@@ -145,35 +144,16 @@ def sigmoid_varlen_attention(
     validation.sequence_offsets(_NAME, query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
     max_q, max_k = validation.count(_NAME, "max_q", max_q), validation.count(_NAME, "max_k", max_k)
     batch, heads = cu_seq_q.shape[0] - 1, query.shape[1]
-    if bias is not None:
-        validation.bias(_NAME, bias, query, (batch, heads, 1, 1), advice=_BIAS_ADVICE)
-    if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, query, mask_target(batch, heads, max_q, max_k), "(B, Hq, max_q, max_k)")
-    if alibi_slopes is not None:
-        validation.slopes(_NAME, alibi_slopes, query, batch, heads)
-    validation.flag(_NAME, "is_causal", is_causal)
-    validation.flag(_NAME, "normalize", normalize)
-    dropout_p, scale, window, softcap = validation.numbers(_NAME, dropout_p, scale, window, softcap)
-    validation.choice(_NAME, "backend", backend, BACKENDS)
+    options = validation.options(
+        _NAME, query, (batch, heads, 1, 1), mask_target(batch, heads, max_q, max_k), "(B, Hq, max_q, max_k)",
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, bias=bias, window=window,
+        alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
+    )  # fmt: skip
+    validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
     problem = make_problem(
-        VarlenProblem,
-        query,
-        key,
-        value,
-        cu_seqlens_q=cu_seq_q,
-        cu_seqlens_k=cu_seq_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        scale=scale,
-        window=window,
-        is_causal=is_causal,
-        bias=bias,
-        attn_mask=attn_mask,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        normalize=normalize,
-    )
+        VarlenProblem, query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q,
+        max_seqlen_k=max_k, **options,
+    )  # fmt: skip
     return VARLEN(problem, backend)
 
 
