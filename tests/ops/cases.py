@@ -4,6 +4,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,11 @@ def wide(backend):
     return torch.float32 if backend in ("triton", "llvm") else torch.float64
 
 
+def negated(t):
+    """Return a tensor whose memory holds the negative, as ``x.conj().imag`` does."""
+    return torch._neg_view(-t)
+
+
 @dataclass
 class Case:
     """One call: shapes, dtype and options; ``tensors()`` returns new inputs."""
@@ -98,6 +104,8 @@ class Case:
             given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
         if self.slopes:
             given["alibi_slopes"] = randn(*self._slopes_shape(), dtype=other).abs() / 8
+        if self.layout == "negated":
+            given = {name: negated(t) if t.is_floating_point() else t for name, t in given.items()}
         lengths = torch.randint(0, m + 1, (batch,), generator=g).to(device) if self.lengths else None
         return given, lengths
 
@@ -107,7 +115,7 @@ class Case:
         return shapes[self.slopes]
 
     def _lay_out(self, randn, shape):
-        if self.layout == "contiguous":
+        if self.layout in ("contiguous", "negated"):
             return randn(*shape)
         if self.layout == "length first":  # (B, N, H, D) as projections give it
             return randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
@@ -117,11 +125,13 @@ class Case:
 
     def options(self, given, lengths):
         """Return the keyword arguments of sigmoid_attention."""
-        options = {name: getattr(self, name) for name in ("scale", "window", "softcap", "normalize")}
-        options |= {name: given.get(name) for name in ("attn_mask", "alibi_slopes")}
-        options |= {"is_causal": self.causal, "enable_gqa": self.shape[2] > 1, "query_offset": self.offset}
         bias = given.get("bias", self.bias if isinstance(self.bias, float) else None)
-        return options | {"bias": bias, "key_lengths": lengths}
+        return {
+            **{name: getattr(self, name) for name in ("scale", "window", "softcap", "normalize")},
+            **{name: given.get(name) for name in ("attn_mask", "alibi_slopes")},
+            **{"is_causal": self.causal, "enable_gqa": self.shape[2] > 1, "query_offset": self.offset},
+            **{"bias": bias, "key_lengths": lengths},
+        }
 
     def formula_options(self, given, lengths):
         """Return the keyword arguments of the formula."""
@@ -170,7 +180,7 @@ def cases(draw, interpreted=False):
         mask=draw(st.none() | st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape))),
         slopes=draw(st.sampled_from([None, None, None, "head", "sample", "sides", "all"])),
         lengths=draw(st.booleans()),
-        layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
+        layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded", "negated"])),
         seed=draw(st.integers(0, 1 << 30)),
         softcap=draw(st.just(0.0) | st.floats(0.3, 50)),
         normalize=normalize,
@@ -230,13 +240,7 @@ def nan_filled_memory(fill=True):
 @contextlib.contextmanager
 def path(name):
     """Make a backend take one code path."""
-    settings = {**PATHS.get(name, {}), **KERNEL_PATHS.get(name, {})}
-    assert name in PATHS or name in KERNEL_PATHS, name
-    before = {(module, key): getattr(module, key) for module, key in settings}
-    try:
-        for (module, key), value in settings.items():
-            setattr(module, key, value)
+    with contextlib.ExitStack() as stack:
+        for (module, key), value in {**PATHS, **KERNEL_PATHS}[name].items():
+            stack.enter_context(mock.patch.object(module, key, value))
         yield
-    finally:
-        for (module, key), value in before.items():
-            setattr(module, key, value)

@@ -1,7 +1,5 @@
 """FlexAttention's ``BlockMask``: the result of the dense mask, without computing hidden blocks."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
@@ -49,33 +47,23 @@ def make(name, n, m, size):
     return block, create_mask(mod, batch, heads, n, m, device="cpu")
 
 
-def operands(n, m, kv=2, d=16, batch=2, heads=4):
+def operands(n, m, kv=2, d=16, batch=2, heads=4, device="cpu"):
     g = torch.Generator().manual_seed(n + m)
     shapes = {"query": (batch, heads, n, d), "key": (batch, kv, m, d), "value": (batch, kv, m, 8)}
-    return {name: torch.randn(s, generator=g).requires_grad_() for name, s in shapes.items()}
+    return {name: torch.randn(s, generator=g).to(device).requires_grad_() for name, s in shapes.items()}
 
 
-WAYS = [
-    ("reference", "as users meet it"),
-    ("blocked", "as users meet it"),
-    ("blocked", "small tiles"),
-    ("triton", "tuned"),
+CASES = [  # and whether with every other option
+    (("causal", 160, 160, 32), False),
+    (("documents", 150, 130, (16, 48)), True),
+    (("each head its own", 150, 130, (16, 48)), True),
+    (("each head its own", 160, 150, 128), False),
+    (("each sample its own", 140, 130, 128), True),
 ]
-CASES = [
-    ("causal", 160, 160, 32),
-    ("documents", 150, 130, (16, 48)),
-    ("each head its own", 150, 130, (16, 48)),
-    ("each head its own", 160, 150, 128),
-    ("each sample its own", 140, 130, 128),
-]
-
-
-# kernels take blocks of 128 only; of small tiles, which take their time, one case with every other option
-CALLS = [
-    (*way, case, everything)
-    for way, case, everything in itertools.product(WAYS, CASES, (False, True))
-    if (case[-1] == 128 or way[0] != "triton") and not (everything and way[1] == "small tiles" and case != CASES[1])
-]
+PLAIN, SMALL = "as users meet it", "small tiles"
+CALLS = [(*way, *case) for way in (("reference", PLAIN), ("blocked", PLAIN)) for case in CASES]
+CALLS += [("blocked", SMALL, *case) for case in CASES[:2]]
+CALLS += [("triton", "tuned", CASES[3][0], True), ("triton", "tuned", CASES[4][0], False)]  # which take their time
 
 
 @pytest.mark.parametrize(("backend", "way", "case", "everything"), CALLS)
@@ -84,13 +72,12 @@ def test_it_is_the_dense_mask(backend, way, case, everything):
     name, n, m, size = case
     masks, device = make(name, n, m, size), device_of(backend)
     smaller = {"batch": 1} if name == "each head its own" else {"heads": 2, "kv": 1}
-    leaves = operands(n, m, **(smaller if backend == "triton" else {}))  # the interpreter's time is that of the heads
-    leaves = {key: t.detach().to(device).requires_grad_() for key, t in leaves.items()}
+    leaves = operands(n, m, device=device, **(smaller if backend == "triton" else {}))
     options = {}
     if everything:
         batch, heads = leaves["query"].shape[:2]
-        leaves |= {"alibi_slopes": torch.rand(heads), "bias": torch.randn(heads, n, 1)}
-        leaves |= {key: leaves[key].to(device).requires_grad_() for key in ("alibi_slopes", "bias")}
+        more = {"alibi_slopes": torch.rand(heads), "bias": torch.randn(heads, n, 1)}
+        leaves |= {key: t.to(device).requires_grad_() for key, t in more.items()}
         options = {"window": (70, -1), "is_causal": True, "softcap": 2.0, "dropout_p": 0.3}
         options |= {"key_lengths": torch.tensor([77, m][:batch], device=device)}
     results = []
@@ -114,24 +101,21 @@ def test_a_query_that_broadcasts(name, sizes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "way", "size"),
-    [("blocked", "as users meet it", 16), ("blocked", "small tiles", 16), ("triton", "tuned", 128)],
+    ("backend", "way", "size"), [("blocked", PLAIN, 16), ("blocked", SMALL, 16), ("triton", "tuned", 128)]
 )
 def test_hidden_blocks_are_not_visited(backend, way, size):
     """Keys and values of blocks that no query sees, and queries of blocks that see no key, are NaN."""
-    first, end = 128, 256
+    first, end, device = 128, 256, device_of(backend)
 
     def islands(b, h, i, j):
         return ((j < first - 8) | (j >= end)) & (i < 100)
 
-    block = create_block_mask(islands, None, None, 150, 270, device=device_of(backend), BLOCK_SIZE=size)
-    leaves = {key: t.detach().to(device_of(backend)) for key, t in operands(150, 270, kv=1, batch=1, heads=2).items()}
-    leaves["key"][:, :, first - 7] = (
-        torch.nan
-    )  # hidden, in a block that is visible in part: its weight is 0 all the same
-    for name, hidden in (("key", slice(first, end)), ("value", slice(first, end)), ("query", slice(128, 150))):
-        leaves[name][:, :, hidden] = torch.nan
-        leaves[name].requires_grad_()
+    block = create_block_mask(islands, None, None, 150, 270, device=device, BLOCK_SIZE=size)
+    leaves = operands(150, 270, kv=1, batch=1, heads=2, device=device)
+    with torch.no_grad():
+        leaves["key"][:, :, first - 7] = torch.nan  # hidden, in a block that is visible in part: its weight is 0
+        for name, hidden in (("key", slice(first, end)), ("value", slice(first, end)), ("query", slice(128, 150))):
+            leaves[name][:, :, hidden] = torch.nan
     with path(way):
         out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend=backend)
         gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()))
@@ -154,14 +138,6 @@ def test_under_flash_attn_s_name():
     starts = torch.tensor([0, 128])
     with pytest.raises(TypeError, match="attn_mask must be a tensor, bool"):
         flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, q, q)), starts, starts, 128, 128, attn_mask=block)
-
-
-def test_compiled_it_is_refused_by_name(unchecked):
-    block, _ = make("causal", 32, 32, 16)
-    q = operands(32, 32, kv=4)["query"]
-    compiled = torch.compile(lambda q: sigmoid_attention(q, q, q, block), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"BlockMask, which is not supported inside torch\.compile"):
-        compiled(q)
 
 
 def test_lists_of_blocks_without_a_function():
@@ -211,8 +187,7 @@ def test_a_mask_is_converted_once():
 
 def test_memory_is_that_of_the_blocks_seen_in_part():
     n = 4096
-    block = create_block_mask(causal, None, None, n, n, device="cpu")
-    q = torch.empty(1, 1, n, 1)
+    block, q = create_block_mask(causal, None, None, n, n, device="cpu"), torch.empty(1, 1, n, 1)
     table, tiles = block_mask.resolve(block, q, q, q).values()
     assert tiles.shape == (2 + n // 128, 128, 128)
     assert table.shape == (1, 1, n // 128, n // 128)
@@ -229,25 +204,21 @@ def test_mapped_by_torch_func():
     torch.testing.assert_close(gradient(block), gradient(dense))
 
 
-def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
-    block, _ = make("causal", 32, 32, 16)
-    q, k, v = operands(32, 32, kv=4).values()
-    with pytest.raises(
-        ValueError, match=r"backend .triton. does not support this call: .*multiples of 128, not \(16, 16\)"
-    ):
-        sigmoid_attention(q, k, v, block, backend="triton")
-    assert DENSE.choose(Problem(q, k, v, **block_mask.resolve(block, q, k, k)), None) == "blocked"
-
-
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(unchecked):
     q, k, v = operands(32, 48, kv=4).values()
+    fits = make("causal", 32, 48, 16)[0]
+    with pytest.raises(ValueError, match=r"backend .triton. does not support.*multiples of 128, not \(16, 16\)"):
+        sigmoid_attention(q, k, v, fits, backend="triton")
+    assert DENSE.choose(Problem(q, k, v, **block_mask.resolve(fits, q, k, k)), None) == "blocked"
     with pytest.raises(ValueError, match=r"the BlockMask is for \(48, 48\) queries and keys, not for \(32, 48\)"):
         sigmoid_attention(q, k, v, make("causal", 48, 48, 16)[0])
     three = create_block_mask(prefix_by_sample, 1, 3, 32, 48, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ValueError, match=r"1 or 2 samples and 1 or 4 heads, got \(1, 3\)"):
         sigmoid_attention(q, k, v, three)
-    fits = make("causal", 32, 48, 16)[0]
     with pytest.raises(TypeError, match="of 4 dimensions"):
         sigmoid_attention(q[0], k[0], v[0], fits)
     with pytest.raises(TypeError, match=r"attn_mask must be a tensor, .*, got BlockMask"):
         attention_statistics(q, k, v, fits)
+    compiled = torch.compile(lambda q: sigmoid_attention(q, k, v, fits), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"BlockMask, which is not supported inside torch\.compile"):
+        compiled(q)

@@ -47,18 +47,15 @@ def test_the_shapes_are_those_of_pytorch(gqa):
     """The same shapes are accepted and rejected; results and gradients are those of the formula."""
     accepted = 0
     for leads in random.Random(int(gqa)).sample(SHAPES, len(SHAPES) // SHARE):
-        q, k, v = operands(leads)
-        theirs = outcome(F.scaled_dot_product_attention, q, k, v, enable_gqa=gqa)
-        assert outcome(sigmoid_attention, q, k, v, enable_gqa=gqa) == theirs, leads
-        if theirs is None:
-            continue
-        accepted += 1
-        ours, truth = sigmoid_attention(q, k, v, enable_gqa=gqa), formula(q, k, v, gqa=gqa)
-        torch.testing.assert_close(ours, truth, msg=str(leads))
-        grad = torch.randn_like(truth)
-        gradients = (torch.autograd.grad(out, (q, k, v), grad) for out in (ours, truth))
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, msg=str(leads))
+        leaves = operands(leads)
+        theirs = outcome(F.scaled_dot_product_attention, *leaves, enable_gqa=gqa)
+        assert outcome(sigmoid_attention, *leaves, enable_gqa=gqa) == theirs, leads
+        if theirs is not None:
+            accepted += 1
+            ours, truth = sigmoid_attention(*leaves, enable_gqa=gqa), formula(*leaves, gqa=gqa)
+            grad = torch.randn_like(truth)
+            results = [(out, *torch.autograd.grad(out, leaves, grad)) for out in (ours, truth)]
+            torch.testing.assert_close(*results, msg=str(leads))
     assert accepted > 20
 
 
@@ -68,23 +65,21 @@ def test_masks_broadcast_as_in_pytorch(kind):
     rng, accepted = random.Random(2), 0
     for leads in rng.sample(SHAPES, len(SHAPES) // SHARE):
         q, k, v = operands(leads)
-        lead = rng.choice([*LEADING, *leads])
-        mask = torch.randn(*lead, rng.choice([1, N]), rng.choice([1, M]), dtype=torch.float64)
+        mask = torch.randn(*rng.choice([*LEADING, *leads]), rng.choice([1, N]), rng.choice([1, M])).double()
         mask = mask > 0 if kind == "bool" else mask
-        if outcome(F.scaled_dot_product_attention, q, k, v, mask) is None:
-            continue
-        accepted += 1
-        torch.testing.assert_close(sigmoid_attention(q, k, v, mask), formula(q, k, v, mask), msg=f"{leads} {lead}")
+        if outcome(F.scaled_dot_product_attention, q, k, v, mask) is not None:
+            accepted += 1
+            ours = sigmoid_attention(q, k, v, mask)
+            torch.testing.assert_close(ours, formula(q, k, v, mask), msg=f"{leads} {mask.shape}")
     assert accepted > 10
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
 @pytest.mark.parametrize(
     ("leads", "gqa"),
     [
-        (((2, 4), (2, 1), (2, 1)), False),  # one key head for all, without enable_gqa
         (((2, 1), (2, 1), (2, 4)), False),  # more value heads than key heads
-        (((2, 3, 4), (2, 1, 2), (1, 3, 2)), True),
+        (((2, 4), (2, 2), (1, 1)), True),
     ],
     ids=str,
 )
@@ -104,13 +99,12 @@ def test_every_backend(backend, leads, gqa):
 def test_what_belongs_to_a_sample_has_the_leading_dimensions():
     """With five dimensions, key_lengths is (B1, B2), and alibi_slopes and bias broadcast with it."""
     q, k, v = (t.detach() for t in operands(((2, 3, 4), (2, 3, 4), (2, 3, 4))))
-    lengths = torch.tensor([[1, 2, 3], [4, 5, 0]])
-    slopes, bias, mask = torch.rand(2, 3, 4), torch.randn(3, 1, N, 1).double(), torch.rand(2, 1, 4, N, M) > 0.3
-    options = {"key_lengths": lengths, "alibi_slopes": slopes, "bias": bias, "attn_mask": mask}
-    ours = sigmoid_attention(q, k, v, **options)
+    lengths, slopes = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.rand(2, 3, 4)
+    bias, mask = torch.randn(3, 1, N, 1).double(), torch.rand(2, 1, 4, N, M) > 0.3
+    ours = sigmoid_attention(q, k, v, mask, key_lengths=lengths, alibi_slopes=slopes, bias=bias)
     for i, j in itertools.product(range(2), range(3)):
         of_sample = {"key_lengths": lengths[i, j][None], "alibi_slopes": slopes[i, j][None], "bias": bias[j]}
-        one = sigmoid_attention(*(t[i, j][None] for t in (q, k, v)), attn_mask=mask[i, 0], **of_sample)[0]
+        one = sigmoid_attention(*(t[i, j][None] for t in (q, k, v)), mask[i, 0], **of_sample)[0]
         torch.testing.assert_close(ours[i, j], one)
     without = sigmoid_attention(q[0, 0], k[0, 0], v[0, 0], key_lengths=lengths[1, 0], alibi_slopes=slopes[0, 0])
     one = sigmoid_attention(*(t[0, :1] for t in (q, k, v)), key_lengths=lengths[1, 0][None], alibi_slopes=slopes[0, :1])

@@ -6,19 +6,13 @@ import textwrap
 
 # Each way of the CPU backend that keeps constants, as a call; in a process of its own, because they are kept for good.
 CALLS = {
-    "plain": "sigmoid_attention(p, p, p)",
-    "short without gradient": "sigmoid_attention(p, p, p, window=(40, 0), bias=-1.5)",
     "short": "torch.autograd.grad(sigmoid_attention(q, q, q, is_causal=True, bias=-1.5).sum(), q)[0]",
     "short bfloat16": "sigmoid_attention(*[p.bfloat16()] * 3, window=(40, 0), bias=-1.5)",
     "fused": "sigmoid_attention(*[torch.randn(1, 1, 700, 16, device='cpu', generator=seed)] * 3)",
-    "fused bfloat16": (
-        "sigmoid_attention(*[torch.randn(1, 1, 700, 16, device='cpu', generator=seed).bfloat16()] * 3, bias=-1.7)"
-    ),
     "reference": "sigmoid_attention(q, q, q, bias=-1.5, dropout_p=0.2, backend='reference')",
     "dropout": "sigmoid_attention(q, q, q, dropout_p=0.2)",
     "statistics": "sigattn.attention_statistics(q, q, q, activation='softmax').row_mass_mean",
-    "one query": "sigattn.flash.flash_attn_with_kvcache(c[:, -1:], c, c, cache_seqlens=64, sigmoid_bias=-1.5)",
-    "cache": "sigattn.flash.flash_attn_with_kvcache(c[:, -2:], c, c, cache_seqlens=64, sigmoid_bias=-1.5)",
+    "cache": "sigattn.flash.flash_attn_with_kvcache(c[:, -1:], c, c, cache_seqlens=64, sigmoid_bias=-1.5)",
     "packed": "sigattn.flash.flash_attn_varlen_func(c[0], c[0], c[0], starts, starts, 40, 40, sigmoid_bias=-1.5)",
     "filters": "mel_filters(400, 16000, 8)",
 }

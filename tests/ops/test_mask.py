@@ -31,7 +31,7 @@ def expected_of(q, k, v, visible, bias):
 @CAUSAL
 @SHAPES
 def test_a_causal_bias_is_its_triangle(kind, n, m):
-    """In the operator, in one compiled graph, and in statistics."""
+    """In the operator and in statistics."""
     make, triangle = MADE[kind]
     q, k, v = operands(n, m)
     left = torch.ones(n, m, dtype=torch.bool).triu(-2)
@@ -39,43 +39,24 @@ def test_a_causal_bias_is_its_triangle(kind, n, m):
         out = sigmoid_attention(q, k, v, make(n, m), bias=-1.0, window=window)
         assert type(out) is torch.Tensor
         torch.testing.assert_close(out, expected_of(q, k, v, visible, -1.0))
-    compiled = torch.compile(
-        lambda q, k, v, mask: sigmoid_attention(q, k, v, mask, bias=-1.0), fullgraph=True, backend="aot_eager"
-    )
-    torch.testing.assert_close(compiled(q, k, v, make(n, m)), expected_of(q, k, v, triangle(n, m), -1.0))
     found, expected = (attention_statistics(q, k, v, mask).row_mass_mean for mask in (make(n, m), triangle(n, m)))
     torch.testing.assert_close(found, expected)
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, mask):
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, self.mask)
-
-
 @CAUSAL
-@SHAPES
-def test_a_causal_bias_in_a_replaced_layer(kind, n, m):
+def test_a_causal_bias_in_a_compiled_graph_and_in_a_converted_layer(kind):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, make(5, 9))
+
     make, triangle = MADE[kind]
-    q, k, v = operands(n, m)
-    replaced, plain = torch.nn.Sequential(), torch.nn.Sequential()
-    replaced.attention, plain.attention = Layer(make(n, m)), Layer(triangle(n, m))
-    results = []
-    for model in (replaced, plain):
-        convert(model, normalize=False)
-        results.append(model.attention(q, k, v))
-    torch.testing.assert_close(*results)
-    seen = int(triangle(n, m).any(0).sum())
-    torch.testing.assert_close(results[0], expected_of(q, k, v, triangle(n, m), -torch.tensor(float(seen)).log()))
-
-
-def test_a_causal_bias_of_other_lengths_is_refused():
     q, k, v = operands(5, 9)
-    with pytest.raises(ValueError, match="CausalBias of 9 queries and 9 keys, but query and key have 5 and 9"):
-        sigmoid_attention(q, k, v, causal_upper_left(9, 9))
+    call = torch.compile(sigmoid_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(q, k, v, make(5, 9), bias=-1.0), expected_of(q, k, v, triangle(5, 9), -1.0))
+    model = torch.nn.Sequential(Layer())
+    convert(model, normalize=False)
+    seen = torch.tensor(float(triangle(5, 9).any(0).sum()))
+    torch.testing.assert_close(model[0](q, k, v), expected_of(q, k, v, triangle(5, 9), -seen.log()))
 
 
 class Tagged(torch.Tensor):
@@ -86,15 +67,16 @@ class Tagged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def test_other_subclasses_are_refused_by_name():
-    q, k, v = operands(5, 5)
-    mask = torch.ones(5, 5, dtype=torch.bool)
-    masked = torch.masked.masked_tensor(torch.zeros(5, 5), mask)
+def test_what_does_not_fit_is_refused_by_name():
+    q, k, v = operands(5, 9)
+    with pytest.raises(ValueError, match="CausalBias of 9 queries and 9 keys, but query and key have 5 and 9"):
+        sigmoid_attention(q, k, v, causal_upper_left(9, 9))
+    mask = torch.ones(5, 9, dtype=torch.bool)
+    masked = torch.masked.masked_tensor(torch.zeros(5, 9), mask)
     for given, name in ((mask.as_subclass(Tagged), "Tagged"), (masked, "MaskedTensor")):
         with pytest.raises(TypeError, match=f"attn_mask is a .*{name}"):
             sigmoid_attention(q, k, v, given)
-    layer = torch.nn.MultiheadAttention(4, 2)
-    model = torch.nn.Sequential(layer)
+    model = torch.nn.Sequential(torch.nn.MultiheadAttention(4, 2))
     convert(model)
     with pytest.raises(TypeError, match=r"attn_mask is a .*CausalBias"):
         model[0](q[0], q[0], q[0], attn_mask=causal_lower_right(3, 3))

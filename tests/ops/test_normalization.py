@@ -9,36 +9,37 @@ from sigattn import sigmoid_attention, sigmoid_varlen_attention
 from tests.ops.cases import SUPPORTING, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
-PAIRS = list(itertools.product([torch.float32, torch.bfloat16, torch.float16], [0.0, -30.0, -70.0, -1e4, 1e4]))
+MAGNITUDES, LEVELS = (1e-3, 1.0, 100.0, 1e4), (0.0, -30.0, -70.0, -1e4, 1e4)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "level"),
-    # of interpreted kernels a sample: every dtype, at levels where rows underflow
-    [(b, *pair) for b in SUPPORTING for pair in (PAIRS if b != "triton" else PAIRS[3::4])],
-)
-def test_accurate_at_every_magnitude_and_level(backend, dtype, level):
+@pytest.mark.parametrize("backend", SUPPORTING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_accurate_at_every_magnitude_and_level(backend, dtype):
+    """The logits of each sample have another magnitude, and the bias of each head is another level."""
     if backend == "llvm" and dtype is torch.float16:
         pytest.skip("not supported")
     n, device, generator = 40, device_of(backend), torch.Generator().manual_seed(0)
-    unit = [torch.randn(1, 1 if backend == "triton" else 2, n, 16, generator=generator) for _ in range(4)]
-    for magnitude in (1e-3, 1.0, 100.0, 1e4):
-        q, k, v, grad_out = ((t * magnitude if t is unit[0] else t).to(dtype) for t in unit)
-        results = []
-        for kind in (torch.float64, torch.float32, None):
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            if kind is None:
-                there = [t.to(device) for t in leaves]
-                out = sigmoid_attention(*there, is_causal=True, bias=level, normalize=True, backend=backend).cpu()
-            else:  # in float32 for half precision too, in which the plain formula has no correct digit at 1e4
-                out = formula(*leaves, causal=True, bias=level, normalize=True, dtype=kind)
-            results.append((out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))))
-        truth, same, ours = results
-        scores = 1 + abs(level) * 1e-2 + 4 * magnitude  # the sizes of the sums whose rounding is an error of W
-        for name, *tensors in zip(("output", "query", "key", "value"), ours, truth, same, strict=True):
+    magnitudes, levels = (MAGNITUDES, LEVELS) if backend != "triton" else (MAGNITUDES[1:3], LEVELS[::3])
+    q, k, v, grad_out = torch.randn(4, len(magnitudes), len(levels), n, 16, generator=generator).unbind()
+    q = q * torch.tensor(magnitudes).view(-1, 1, 1, 1)
+    q, k, v, grad_out = (t.to(dtype) for t in (q, k, v, grad_out))
+    bias = torch.tensor(levels).view(-1, 1, 1)
+    results = []
+    for kind in (torch.float64, torch.float32, None):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        if kind is None:
+            there = [t.to(device) for t in (*leaves, bias)]
+            out = sigmoid_attention(*there[:3], is_causal=True, bias=there[3], normalize=True, backend=backend).cpu()
+        else:  # in float32 for half precision too, in which the plain formula has no correct digit at 1e4
+            out = formula(*leaves, causal=True, bias=bias, normalize=True, dtype=kind)
+        results.append((out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))))
+    for name, truth, same, ours in zip(("output", "query", "key", "value"), *results, strict=True):
+        assert ours.isfinite().all()
+        for (i, magnitude), (j, level) in itertools.product(enumerate(magnitudes), enumerate(levels)):
+            scores = 1 + abs(level) * 1e-2 + 4 * magnitude  # the sizes of the sums whose rounding is an error of W
             most = scores * 40 * (magnitude if name == "key" else 1.0)
-            assert_as_good_as_formula(tensors[0], tensors[1].double(), tensors[2].to(dtype), most, name)
-            assert tensors[0].isfinite().all()
+            tensors = ours[i, j], truth[i, j].double(), same[i, j].to(dtype)
+            assert_as_good_as_formula(*tensors, most, f"{name}, {magnitude}, {level}")
 
 
 @pytest.mark.parametrize("backend", [*SUPPORTING, "packed"])

@@ -18,7 +18,6 @@ pytestmark = [
 B, N, M = Dim("b", max=9), Dim("n", max=99), Dim("m", max=99)
 LENGTHS = ((2, 7, 9), (3, 1, 33), (1, 20, 13))
 CALLS = {
-    "causal": {"is_causal": True},
     "window": {"window": (2, 1), "bias": -2.5, "scale": 0.5, "softcap": 2.0},
     "normalize": {"normalize": True, "is_causal": True},
     "normalize far below 0": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
@@ -30,16 +29,13 @@ CALLS = {
 class Calls(torch.nn.Module):
     """Several calls of the operator with the same query, key and value; options name their tensors."""
 
-    def __init__(self, *calls, backend=None):
+    def __init__(self, *calls):
         super().__init__()
-        self.calls, self.backend = calls, backend
+        self.calls = calls
 
-    def forward(self, query, key, value, tensors):
-        def call(options):
-            named = {k: tensors[v] if isinstance(v, str) else v for k, v in options.items()}
-            return sigmoid_attention(query, key, value, enable_gqa=True, backend=self.backend, **named)
-
-        return [call(options) for options in self.calls]
+    def forward(self, query, key, value, tensors, backend=None):
+        named = [{k: tensors[v] if isinstance(v, str) else v for k, v in options.items()} for options in self.calls]
+        return [sigmoid_attention(query, key, value, enable_gqa=True, backend=backend, **n) for n in named]
 
 
 def operands(b, n, m, key_heads=4):
@@ -61,49 +57,41 @@ def dynamic(tensors):
     return {0: B, 2: N}, {0: B, 2: M}, {0: B, 2: M}, {name: shapes.get(name, {}) for name in tensors}
 
 
-def session(program):
-    return onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
-
-
-def run(running, *arguments):
-    given = (t.numpy() for t in torch.utils._pytree.tree_leaves(arguments))
-    names = (i.name for i in running.get_inputs())
-    return [torch.from_numpy(out) for out in running.run(None, dict(zip(names, given, strict=True)))]
-
-
 def double(arguments):
     return torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, arguments)
 
 
-def assert_equal_to_formula(running, calls, arguments):
-    reference = Calls(*calls.values(), backend="reference")
-    expected = zip(calls, run(running, *arguments), reference(*arguments), reference(*double(arguments)), strict=True)
-    for name, out, plain, exact in expected:
-        error, allowed = ((t.double() - exact).abs().max() for t in (out, plain))
-        assert error <= 2 * allowed + 4 * torch.finfo(plain.dtype).eps, (name, exact.shape, error)
+def assert_equal_to_formula(program, calls, arguments):
+    """Run a program in onnxruntime, and compare each call with the formula in float64."""
+    model = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    reference = Calls(*calls.values())
+    for args in arguments:
+        given = (t.numpy() for t in torch.utils._pytree.tree_leaves(args))
+        outs = session.run(None, dict(zip((i.name for i in session.get_inputs()), given, strict=True)))
+        plain, exact = (reference(*a, backend="reference") for a in (args, double(args)))
+        for name, out, same, truth in zip(calls, outs, plain, exact, strict=True):
+            error, allowed = ((t.double() - truth).abs().max() for t in (torch.from_numpy(out), same))
+            assert error <= 2 * allowed + 4 * torch.finfo(same.dtype).eps, (name, truth.shape, error)
 
 
 def test_options():
     """-log M, causality, windows, masks and lengths are those of the call, not of the traced one."""
-    first, *others = [arguments(*lengths) for lengths in LENGTHS]
+    args = [arguments(*lengths) for lengths in LENGTHS]
+    named = dict(zip(("query", "key", "value", "tensors"), args[0], strict=True))
+    shapes = dict(zip(named, dynamic(args[0][3]), strict=True))
     module = Calls(*CALLS.values())
-    named = dict(zip(("query", "key", "value", "tensors"), first, strict=True))
-    shapes = dict(zip(named, dynamic(first[3]), strict=True))
     program = torch.onnx.export(module, kwargs=named, dynamic_shapes=shapes, dynamo=True, verbose=False)
-    running = session(program)
-    for args in (first, *others):
-        assert_equal_to_formula(running, CALLS, args)
+    assert_equal_to_formula(program, CALLS, args)
 
 
 def test_exported_first():
     """A torch.export program, which contains the op, is translated too; half precision, grouped heads."""
-    calls = {"causal": CALLS["causal"]}
-    first, *others = [(*(t.half() for t in operands(*lengths, 2)), {}) for lengths in LENGTHS]
-    program = torch.export.export(Calls(*calls.values()), first, dynamic_shapes=dynamic({})).run_decompositions()
+    calls = {"causal": {"is_causal": True}}
+    args = [(*(t.half() for t in operands(*lengths, 2)), {}) for lengths in LENGTHS]
+    program = torch.export.export(Calls(*calls.values()), args[0], dynamic_shapes=dynamic({})).run_decompositions()
     assert any(node.target is torch.ops.sigattn.dense_forward.default for node in program.graph.nodes)
-    running = session(torch.onnx.export(program, dynamo=True, verbose=False))
-    for args in (first, *others):
-        assert_equal_to_formula(running, calls, args)
+    assert_equal_to_formula(torch.onnx.export(program, dynamo=True, verbose=False), calls, args)
 
 
 class Packed(torch.nn.Module):
@@ -111,18 +99,13 @@ class Packed(torch.nn.Module):
         return flash.flash_attn_varlen_func(query, query, query, offsets, offsets, 5, 5)
 
 
-@pytest.mark.parametrize(
-    ("module", "args", "message"),
-    [
-        (Calls({"dropout_p": 0.5}), (*operands(2, 7, 9), {}), r"dropout cannot be exported to ONNX: call eval\(\)"),
-        (
-            Packed(),
-            (torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)),
-            r"sigattn\.\w+\.default cannot be exported to ONNX.*key_lengths",
-        ),
-    ],
-    ids=["dropout", "packed"],
-)
+REFUSED = {
+    "dropout": (Calls({"dropout_p": 0.5}), (*operands(2, 7, 9), {}), r"dropout cannot be exported to ONNX: call eval"),
+    "packed": (Packed(), (torch.randn(9, 4, 8), torch.tensor([0, 4, 9])), r"cannot be exported to ONNX.*key_lengths"),
+}
+
+
+@pytest.mark.parametrize(("module", "args", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(module, args, message):
     program = torch.export.export(module, args)
     with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:

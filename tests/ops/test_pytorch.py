@@ -48,8 +48,9 @@ class TestCompile:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-    def test_forward_and_backward_in_one_graph(self, compiler):
+    def test_forward_and_backward_in_one_graph(self, monkeypatch):
+        """Also where the compiler cannot trace the query whether autocast is available, as that of PyTorch 2.11."""
+        monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
         q, k, v = inputs()
         more = extras()
         leaves = [q, k, v, *(t for t in more.values() if t.is_floating_point())]
@@ -57,19 +58,12 @@ class TestCompile:
         def call(q, k, v, more):
             return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, **more)
 
-        compiled = torch.compile(call, fullgraph=True, backend=compiler)
+        compiled = torch.compile(call, fullgraph=True)
         eager = outputs_and_gradients(lambda: call(q, k, v, more), leaves)
         assert_close(outputs_and_gradients(lambda: compiled(q, k, v, more), leaves), eager)
-
-    def test_one_graph_where_the_compiler_cannot_ask_whether_autocast_is_available(self, monkeypatch):
-        """torch.compile of PyTorch 2.11 cannot trace that query."""
-        monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
-        q = inputs(heads=2, dv=6, dtype=torch.float32)[1]
-        compiled = torch.compile(lambda q: sigmoid_attention(q, q, q), fullgraph=True, backend="aot_eager")
-        eager = outputs_and_gradients(lambda: sigmoid_attention(q, q, q), [q])
-        assert_close(outputs_and_gradients(lambda: compiled(q), [q]), eager)
         with torch.autocast("cpu", torch.bfloat16):
-            assert compiled(q).dtype is torch.bfloat16
+            compiled = torch.compile(call, fullgraph=True, backend="eager")
+            assert compiled(*(t.float() for t in (q, k, v)), {}).dtype is torch.bfloat16
 
     @pytest.mark.usefixtures("unchecked")  # PyTorch 2.11 cannot trace the checks of a bias that changes
     @pytest.mark.parametrize("dynamic", [None, True])
@@ -84,8 +78,10 @@ class TestCompile:
         counts = []
         for n, b in ((16, -1.0), (24, -2.5), (55, -3.25), (54, 0.5)):
             q, k, v = inputs(n, n)
-            eager = outputs_and_gradients(lambda q=q, k=k, v=v, b=b: call(q, k, v, b), (q, k, v))
-            assert_close(outputs_and_gradients(lambda q=q, k=k, v=v, b=b: compiled(q, k, v, b), (q, k, v)), eager)
+            eager, ours = (
+                outputs_and_gradients(lambda f=f, t=(q, k, v, b): f(*t), (q, k, v)) for f in (call, compiled)
+            )
+            assert_close(ours, eager)
             counts.append(counter.frame_count)
         # PyTorch's default compiles the first call for its very numbers, and learns from the second that they change
         assert counts[1:] == [counts[0 if dynamic else 1]] * 3
@@ -99,25 +95,22 @@ class TestCompile:
             compiled(q, k, v, key_lengths=torch.tensor([3, 10]), enable_gqa=True)
 
 
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
-def test_opcheck(backend):
-    interpreted = {"test_utils": ("test_schema", "test_faketensor")} if backend == "triton" else {}
-    batch, heads, kv = (1, 2, 1) if interpreted else (2, 4, 2)
-    q, k, v = (t.detach() for t in inputs(dtype=wide(backend), batch=batch, heads=heads, kv=kv))
-    more = {name: t.detach() for name, t in extras(dtype=wide(backend), batch=batch, heads=heads).items()}
-    slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
-    for bias in (None, more["bias"].view(1, heads, 1, 1)):
+def test_opcheck():
+    q, k, v = (t.detach() for t in inputs())
+    more = {name: t.detach() for name, t in extras().items()}
+    slopes = more["alibi_slopes"].view(1, 4, 1).expand(1, 4, 2)
+    for bias in (None, more["bias"].view(1, 4, 1, 1)):
         tensors = [q, k, v, bias, more["attn_mask"][None, None], slopes]
         normalize = save = bias is None
         rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0]
-        arguments = *tensors, *rest, normalize, backend
-        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*arguments, save), **interpreted)
+        arguments = *tensors, *rest, normalize, "blocked"
+        every = {} if save else {"test_utils": ("test_schema", "test_faketensor")}
+        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*arguments, save), **every)
         with torch._C._AutoDispatchBelowAutograd():
             result = torch.ops.sigattn.dense_forward.default(*arguments, False)
         needs = [True, True, True, True, True, True] if bias is not None else [False, True, False, False, True, True]
-        grad = torch.randn(batch, heads, 7, 5, dtype=q.dtype)
-        backward = grad, *result, *arguments, needs
-        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, backward, **interpreted)
+        grad = torch.randn(2, 4, 7, 5, dtype=q.dtype)
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, *result, *arguments, needs), **every)
 
 
 LAYOUTS = {  # (B, H, N, D) as views of what models hold
@@ -136,19 +129,19 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 def test_opcheck_of_any_layout(backend, layout):
     """A compiled graph asserts the strides of the fake implementations."""
     tests = {"test_utils": ("test_schema", "test_faketensor")}
+    forward, backward = torch.ops.sigattn.dense_forward.default, torch.ops.sigattn.dense_backward.default
     sizes = ((2, 2, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16))
     for normalize, size in enumerate(sizes if backend != "triton" else sizes[:1]):  # interpreted kernels are slow
         options = {"dtype": wide(backend), "device": device_of(backend)}
         q, k, v, grad = (LAYOUTS[layout](*size, **options) for _ in range(4))
         bias = torch.full((1, size[1], 1, 1), -3.0, **options)
         problem = Problem(q, k, v[..., :8], bias, normalize=normalize == 1)
-        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*problem, backend, True), **tests)
-        needs = [True, True, True, True, False, False]
+        torch.library.opcheck(forward, (*problem, backend, True), **tests)
         with torch._C._AutoDispatchBelowAutograd():
-            out, saved, row_sums = torch.ops.sigattn.dense_forward.default(*problem, backend, True)
+            out, saved, row_sums = forward(*problem, backend, True)
         for weights in (q.new_empty(0), *([saved] if saved.numel() else [])):
-            args = (grad[..., :8], out, weights, row_sums, *problem, backend, needs)
-            torch.library.opcheck(torch.ops.sigattn.dense_backward.default, args, **tests)
+            args = (grad[..., :8], out, weights, row_sums, *problem, backend, [True] * 4 + [False] * 2)
+            torch.library.opcheck(backward, args, **tests)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -184,8 +177,9 @@ def test_vmap(mapped, batch):
     def loss_of_operands(operands, rest):  # with constant bias, mask and slopes, the batches are folded together
         return loss({**operands, **rest})
 
-    split = [{n: d[n] for n in names} for d in (given, in_dims) for names in ("qkv", ("bias", "mask", "slopes"))]
-    folded = torch.vmap(torch.func.grad(loss_of_operands), in_dims=tuple(split[2:]))(*split[:2])
+    operands, rest = ({n: given[n] for n in names} for names in ("qkv", ("bias", "mask", "slopes")))
+    dims = tuple({n: in_dims[n] for n in part} for part in (operands, rest))
+    folded = torch.vmap(torch.func.grad(loss_of_operands), in_dims=dims)(operands, rest)
     for name in "qkv":
         torch.testing.assert_close(folded[name], gradients[name])
 
@@ -204,28 +198,19 @@ def test_vmap_of_a_mask_whose_gradient_is_taken_outside():
     torch.testing.assert_close(leaf.grad, expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_vmap_over_key_lengths(backend):
+def test_vmap_over_lengths():
     q, k, v = (t.detach() for t in inputs())
-    lengths = torch.tensor([[9, 4], [1, 0], [5, 5]])
-
-    def call(lengths):
-        return sigmoid_attention(q, k, v, key_lengths=lengths, enable_gqa=True, backend=backend)
-
-    torch.testing.assert_close(torch.vmap(call)(lengths), torch.stack([call(one) for one in lengths]))
-
-
-def test_vmap_over_the_lengths_of_a_cache():
-    q, caches = torch.randn(2, 1, 2, 4), torch.randn(2, 2, 9, 2, 4)
+    new, caches = torch.randn(2, 1, 2, 4), torch.randn(2, 2, 9, 2, 4)
     lengths = torch.tensor([[9, 4], [1, 1], [5, 5]])
-    for attend, name in ((sigmoid_kvcache_attention, "bias"), (flash.flash_attn_with_kvcache, "sigmoid_bias")):
-
-        def call(lengths, attend=attend, name=name):
-            return attend(q, *caches, cache_seqlens=lengths, **{name: -1.0})
-
+    for call in (
+        lambda t: sigmoid_attention(q, k, v, key_lengths=t, enable_gqa=True),
+        lambda t: sigmoid_attention(q, k, v, key_lengths=t, enable_gqa=True, backend="reference"),
+        lambda t: sigmoid_kvcache_attention(new, *caches, cache_seqlens=t, bias=-1.0),
+        lambda t: flash.flash_attn_with_kvcache(new, *caches, cache_seqlens=t, sigmoid_bias=-1.0),
+    ):
         torch.testing.assert_close(torch.vmap(call)(lengths), torch.stack([call(one) for one in lengths]))
-        with pytest.raises(ValueError, match="a cache of 9 keys"):
-            torch.vmap(call)(lengths + 1)
+    with pytest.raises(ValueError, match="a cache of 9 keys"):
+        torch.vmap(call)(lengths + 1)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -241,19 +226,6 @@ def test_vmap_over_dropout(randomness):
 
 
 class TestHigherDerivatives:
-    def test_forward_mode_through_an_explicit_backend_raises(self):
-        q, k, v = (t.detach() for t in inputs())
-
-        def call(q):
-            return sigmoid_attention(q, k, v, enable_gqa=True, backend="blocked")
-
-        with pytest.raises(RuntimeError, match='backend="reference"'):
-            torch.func.jvp(call, (q,), (torch.ones_like(q),))
-        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match='backend="reference"'):
-            call(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
-        with pytest.raises(RuntimeError, match='backend="reference"'):
-            torch.func.jacfwd(call)(q)
-
     def test_forward_mode_by_default_equals_the_product_with_the_jacobian(self):
         q, k, v = (t.detach() for t in inputs(n=3, m=4))
         tangent = torch.randn_like(q)
@@ -267,15 +239,6 @@ class TestHigherDerivatives:
         with torch.autograd.forward_ad.dual_level():
             dual = call(torch.autograd.forward_ad.make_dual(q, tangent))
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected)
-
-    def test_a_hessian_equals_that_of_the_formula(self):
-        q, k, v = (t.detach() for t in inputs(n=3, m=4, batch=1))
-
-        def hessian(attend, **options):
-            return torch.func.jacrev(torch.func.grad(lambda q: attend(q, k, v, **options).square().sum()))(q)
-
-        ours = hessian(sigmoid_attention, enable_gqa=True, is_causal=True, backend="blocked")
-        assert_close(ours, hessian(formula, causal=True))
 
     @pytest.mark.parametrize("normalize", [False, True])
     @pytest.mark.parametrize("backend", ["blocked", "reference"])
@@ -301,7 +264,7 @@ class TestHigherDerivatives:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant):
     """Recomputation in the backward pass drops the same weights and gives the same numbers."""
-    q, k, v = inputs()
+    leaves = inputs()
 
     def call(q, k, v):
         return sigmoid_attention(q, k, v, dropout_p=0.4, enable_gqa=True)
@@ -310,13 +273,13 @@ def test_checkpoint(use_reentrant):
         torch.manual_seed(3)
         out = function()
         out.square().sum().backward()
-        gradients = [t.grad for t in (q, k, v)]
-        q.grad = k.grad = v.grad = None
+        gradients = [t.grad for t in leaves]
+        for t in leaves:
+            t.grad = None
         return [out, *gradients]
 
-    assert_close(
-        outcome(lambda: checkpoint(call, q, k, v, use_reentrant=use_reentrant)), outcome(lambda: call(q, k, v))
-    )
+    again = outcome(lambda: checkpoint(call, *leaves, use_reentrant=use_reentrant))
+    assert_close(again, outcome(lambda: call(*leaves)))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -341,20 +304,22 @@ def test_autocast(backend):
 def test_flops_are_counted():
     q, k, v = inputs()
     (batch, heads, n, d), (m, dv) = q.shape, v.shape[2:]
-    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
-        sigmoid_attention(q, k, v, enable_gqa=True).sum().backward()
-    each = 2 * batch * heads * n * m
-    assert counter.get_total_flops() == each * (d + dv) + each * (3 * d + 2 * dv)
-    starts = torch.tensor([0, 3, 7])  # each query counts as if it saw the longest sequence
-    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
-        packed = (t[0].transpose(0, 1)[:7] for t in (q, k, v))
-        flash.flash_attn_varlen_func(*packed, starts, starts, 4, 4).sum().backward()
-    each = 2 * heads * 7 * 4
-    assert counter.get_total_flops() == each * (d + dv) + each * (3 * d + 2 * dv)
+    starts, packed = torch.tensor([0, 3, 7]), [t[0].transpose(0, 1)[:7] for t in (q, k, v)]
+    counts = []
+    for attend, args, options in (
+        (sigmoid_attention, (q, k, v), {"enable_gqa": True}),
+        (flash.flash_attn_varlen_func, (*packed, starts, starts, 4, 4), {}),
+    ):
+        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+            attend(*args, **options).sum().backward()
+        counts.append(counter.get_total_flops())
+    each = (d + dv) + (3 * d + 2 * dv)
+    # each packed query counts as if it saw the longest sequence
+    assert counts == [2 * batch * heads * n * m * each, 2 * heads * 7 * 4 * each]
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"alibi_slopes": torch.rand(4)}, {"dropout_p": 0.5}])
-@pytest.mark.parametrize("n", [8, 300, 3000])
+@pytest.mark.parametrize("n", [8, 1500])
 def test_memory_saved_for_the_backward_pass_is_linear_in_the_length(n, options):
     q, k, v = inputs(n, n, dtype=torch.float32, d=8, dv=8, batch=1)
     saved = []
@@ -377,14 +342,5 @@ def test_meta_and_fake_tensors():
         for backend, options in itertools.product([None, "reference"], [{"bias": -1.0}, {"key_lengths": lengths}]):
             out = sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True, backend=backend, **options)
             assert out.shape == (2, 4, 7, 5)
-            assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
         cache, new = torch.empty(2, 2, 9, 2, 6), torch.empty(3, 2, 1, 2, 6)
         assert sigmoid_kvcache_attention(new[0], *cache, *new[1:], bias=-1.0, cache_seqlens=3).shape == (2, 1, 2, 6)
-
-
-def test_inference_mode_and_no_grad():
-    q, k, v = inputs()
-    expected = sigmoid_attention(q, k, v, enable_gqa=True)
-    for mode in (torch.inference_mode(), torch.no_grad()):
-        with mode:
-            assert torch.equal(sigmoid_attention(q, k, v, enable_gqa=True), expected)

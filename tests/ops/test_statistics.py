@@ -36,16 +36,14 @@ def test_against_the_materialised_weights(monkeypatch, block_bytes):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(activation):
+def test_every_activation():
     q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64).unbind()
-    stats = attention_statistics(q, k, v, activation=activation)
-    logits = q @ k.mT / 8**0.5
-    bias = log_length_bias(9) if activation == "sigmoid" else 0.0
-    mass = ACTIVATIONS[activation](logits + bias).sum(-1)
-    torch.testing.assert_close(stats.row_mass_mean.double(), mass.mean(-1), rtol=1e-5, atol=1e-5)
-    if activation == "softmax":
-        torch.testing.assert_close(stats.row_mass_min, torch.ones(1, 2))
+    for name, activation in ACTIVATIONS.items():
+        stats = attention_statistics(q, k, v, activation=name)
+        mass = activation(q @ k.mT / 8**0.5 + (log_length_bias(9) if name == "sigmoid" else 0.0)).sum(-1)
+        torch.testing.assert_close(stats.row_mass_mean.double(), mass.mean(-1), rtol=1e-5, atol=1e-5)
+        if name == "softmax":
+            torch.testing.assert_close(stats.row_mass_min, torch.ones(1, 2))
 
 
 def test_hoyer_is_0_for_equal_weights_and_1_for_a_single_one():
@@ -76,13 +74,6 @@ def test_sparsity_does_not_follow_the_default_dtype():
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=0.0)
-
-
-def test_row_mass_is_about_one_under_the_paper_s_bias():
-    """Sect. 2 and App. E: with b = -log n the weights of a row sum to about one, at any length."""
-    for n in (64, 512, 2048):
-        q, k, v = (0.1 * torch.randn(3, 1, 1, n, 16)).unbind()
-        assert abs(attention_statistics(q, k, v).row_mass_mean.item() - 1) < 0.03
 
 
 def test_memory_is_linear_in_the_length():

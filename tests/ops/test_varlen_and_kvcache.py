@@ -63,6 +63,7 @@ WRONG = {
     ),
     "cache backend": (cached(NEW.double(), CACHE.double(), backend="triton"), ValueError, f"{NAME}: {REFUSED}"),
     "cache gqa": (cached(enable_gqa=False), ValueError, "enable_gqa=True"),
+    "no bias": (cached(bias=None), TypeError, f"{NAME}: bias must be the number or tensor that the model was trained"),
     "cache bias": (cached(bias="-log n"), TypeError, f"{NAME}: bias, if not a tensor, must be a number"),
     "cache lengths": (cached(cache_seqlens=17), ValueError, "a cache of 16 keys for each sample cannot hold"),
     "length": (cached(cache_seqlens=1 << 70), ValueError, "cache_seqlens, if not a tensor, must lie in"),
@@ -92,31 +93,20 @@ def test_autocast_does_not_round_new_keys():
 
 
 @pytest.mark.parametrize(("dtype", "length"), [(torch.int8, 127), (torch.uint8, 255), (torch.uint16, 9)])
-def test_lengths_of_narrow_integers_do_not_overflow(dtype, length):
+def test_integers_of_any_size(dtype, length):
+    """Lengths do not overflow. Pages and offsets of several pages, whose operators take int32 and int64 only."""
     q, k, v = torch.randn(3, 2, 1, 1, 4).unbind()
     keys, values = torch.randn(2, 2, 260, 1, 4).unbind()
-    lengths = torch.tensor([length, 3]).to(dtype)
+    lengths, table = torch.tensor([length, 3]).to(dtype), torch.tensor([[2, 0, 3, 1]])
+    pages = torch.randn(2, 4, 8, 1, 4).unbind()
     for call, name in ((sigmoid_kvcache_attention, "bias"), (flash_attn_with_kvcache, "sigmoid_bias")):
         out = call(q, keys.clone(), values.clone(), k, v, cache_seqlens=lengths, **{name: -1.5})
         for b, n in enumerate((length, 3)):
             expected = formula(q[b], torch.cat([keys[b, :n], k[b]]), torch.cat([values[b, :n], v[b]]), -1.5)
             torch.testing.assert_close(out[b], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32])
-def test_pages_and_sequences_named_by_integers_of_any_size(dtype):
-    """A sample of several pages, whose operators take int32 and int64 only."""
-    q, k, v = torch.randn(3, 1, 1, 2, 4).unbind()
-    keys, values = torch.randn(2, 4, 8, 2, 4).unbind()
-    table = torch.tensor([[2, 0, 3, 1]])
-    for call, name in ((sigmoid_kvcache_attention, "bias"), (flash_attn_with_kvcache, "sigmoid_bias")):
-        found = [
-            call(q, keys.clone(), values.clone(), k, v, cache_seqlens=10, block_table=t, **{name: -1.0})
-            for t in (table, table.to(dtype))
-        ]
-        torch.testing.assert_close(*found)
-    starts = torch.tensor([0, 3, 10])
-    rows = torch.randn(10, 2, 4)
+        paged = [call(q[:1], *pages, cache_seqlens=10, block_table=t, **{name: -1.0}) for t in (table, table.to(dtype))]
+        torch.testing.assert_close(*paged)
+    rows, starts = torch.randn(10, 2, 4), torch.tensor([0, 3, 10])
     packed = [sigmoid_varlen_attention(rows, rows, rows, t, t, 7, 7) for t in (starts, starts.to(dtype))]
     torch.testing.assert_close(*packed)
 

@@ -8,23 +8,9 @@ from torch.nn import functional as F
 
 
 def formula(
-    q,
-    k,
-    v,
-    mask=None,
-    causal=False,
-    scale=None,
-    bias=None,
-    window=None,
-    slopes=None,
-    lengths=None,
-    softcap=0.0,
-    normalize=False,
-    dtype=None,
-    probe=None,
-    weights=False,
-    offset=0,
-):
+    q, k, v, mask=None, causal=False, scale=None, bias=None, window=None, slopes=None, lengths=None, softcap=0.0,
+    normalize=False, dtype=None, probe=None, weights=False, offset=0,
+):  # fmt: skip
     """Return σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default.
 
     With ``normalize`` each row of weights is divided by its sum, in logarithms, so that no sum underflows.
@@ -38,11 +24,9 @@ def formula(
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     visible = torch.ones(batch, heads, n, m, dtype=torch.bool)
     i, j = torch.arange(n)[:, None] + offset, torch.arange(m)[None, :]
-    if causal:
-        visible = visible & (j <= i)
-    if window is not None:
-        left, right = window
-        visible = visible & (left == -1 or j >= i - left) & (right == -1 or j <= i + right)
+    left, right = window or (-1, -1)
+    for is_limited, sees in ((causal, j <= i), (left != -1, j >= i - left), (right != -1, j <= i + right)):
+        visible = visible & sees if is_limited else visible
     if lengths is not None:
         exists = torch.arange(m) < lengths[:, None]
         visible = visible & exists[:, None, None, :]

@@ -175,9 +175,6 @@ def sigmoid_attention(
 def _on_nested(query: Any, key: Any, value: Any, *, enable_gqa: bool, backend: Any, **options: Any) -> Tensor:
     """Compute the attention of checked nested tensors; arguments as in ``sigmoid_attention``."""
     validation.choice(_NAME, "backend", backend, BACKENDS)
-    if nested.has_ragged_batch(query):
-        options |= {"enable_gqa": enable_gqa, "backend": backend}
-        return nested.like_transposed(query, sigmoid_attention(query.values(), key.values(), value.values(), **options))
     packed = nested.pack(query, key, value)
     operands = {name: packed[name] for name in ("query", "key", "value")}
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)

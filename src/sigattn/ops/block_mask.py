@@ -9,6 +9,8 @@ A mask is converted once (20 ms for 4,096 tokens on an H100), unless its lists o
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import sys
 import types
 import weakref
@@ -57,15 +59,11 @@ def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[in
 
     visible: (blocks,), bool, on the CPU.
     """
-    begin = None
-    for block, is_visible in enumerate([*visible.tolist(), False]):
-        if is_visible and begin is None:
-            begin = block
-        if not is_visible and begin is not None:
-            first, last = max(begin * size, start), min(block * size, stop)
-            if first < last:
-                yield first, last
-            begin = None
+    for is_visible, run in itertools.groupby(enumerate(visible.tolist()), key=operator.itemgetter(1)):
+        blocks = [block for block, _ in run]
+        first, last = max(blocks[0] * size, start), min((blocks[-1] + 1) * size, stop)
+        if is_visible and first < last:
+            yield first, last
 
 
 def is_block_mask(mask: Any) -> bool:
@@ -77,15 +75,8 @@ def is_block_mask(mask: Any) -> bool:
 def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_attention") -> dict[str, Tensor]:
     """Return a ``BlockMask`` for (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv) as fields of a ``Problem``.
 
-    Batch and heads may be 1 in some of them, which then broadcast.
-
-    ``mask_mod`` is evaluated in partially visible blocks only, for sample or head 0 if the mask was created with B=None
-    or H=None.
-
-    Raises:
-        ValueError: a mask of other sizes, or on another device.
-        TypeError: query or key that is not dense and four-dimensional.
-        RuntimeError: inside a compiled graph.
+    Batch and heads may be 1 in some of them, which then broadcast. ``mask_mod`` is evaluated in blocks that are
+    partially visible, for sample or head 0 if the mask was created with B=None or H=None.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -98,11 +89,12 @@ def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_
     batch, heads = (max(t.shape[i] for t in (query, key, value)) for i in (0, 1))
     counts = mask.kv_num_blocks
     shape = tuple(counts.shape[:-1])
-    if tuple(mask.seq_lengths) != (n, m):
-        raise ValueError(f"{caller}: the BlockMask is for {tuple(mask.seq_lengths)} queries and keys, not for {(n, m)}")
+    made_for = tuple(mask.seq_lengths)
+    if made_for != (n, m):
+        raise ValueError(f"{caller}: the BlockMask is for {made_for} queries and keys, not for {(n, m)}")
     if counts.dim() != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
-        message = f"the BlockMask must be of 1 or {batch} samples and 1 or {heads} heads, got {shape}"
-        raise ValueError(f"{caller}: {message}")
+        expected = f"1 or {batch} samples and 1 or {heads} heads"
+        raise ValueError(f"{caller}: the BlockMask must be of {expected}, got {shape}")
     if counts.device != query.device:
         raise ValueError(f"{caller}: the BlockMask must be on the query's device: move it with .to(device)")
     blocks = _convert(mask) if torch._C._are_functorch_transforms_active() else _converted_once(mask)
@@ -202,11 +194,8 @@ def _evaluate(
     device = at[0].device
     rows, columns = torch.arange(size_q, device=device), torch.arange(size_k, device=device)
     together = max(1, _EVALUATED_TOGETHER // (size_q * size_k))
-    for b, h, i, j in zip(*(t.split(together) for t in at), strict=True):
-        if not len(b):
-            continue
+    for b, h, i, j in zip(*(t.split(together) for t in at if len(t)), strict=True):
         first_q, first_k = i * size_q, j * size_k
-
         of_block = _mask_mod_of_blocks(mask_mod, (b, h, first_q, first_k), lengths)
         visible = create_mask(of_block, len(b), 1, size_q, size_k, device=device)[:, 0].to(torch.bool)
         exists = (first_q[:, None] + rows < n).unsqueeze(2) & (first_k[:, None] + columns < m).unsqueeze(1)

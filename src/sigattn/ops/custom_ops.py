@@ -194,7 +194,9 @@ class Operator(Generic[P]):
             if self.traced_formula is None:
                 onnx.refuse(str(self.forward_op))
             if Problem(*fields).seed is not None:
-                onnx.refuse_dropout()
+                raise RuntimeError(
+                    f"{self.function} with dropout cannot be exported to ONNX: call eval() on the model first"
+                )
             return without_saved(self.traced_formula(*fields))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)

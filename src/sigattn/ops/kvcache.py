@@ -88,8 +88,7 @@ def append_to_cache(
 ) -> None:
     """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), from index ``starts[b]`` on.
 
-    Raises:
-        ValueError: on a CPU, if they do not fit; the cache is then unchanged.
+    On a CPU it raises ValueError if they do not fit; the cache is then unchanged.
     """
     torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
 
@@ -104,8 +103,7 @@ def _append(
         check_cache_bounds(_NAME, starts + new, starts if starts.shape[0] else None, table, len(key_cache), capacity)
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
-            key_cache[b, start : start + new] = key[b]
-            value_cache[b, start : start + new] = value[b]
+            key_cache[b, start : start + new], value_cache[b, start : start + new] = key[b], value[b]
         return
     positions = starts.long()[:, None]  # (B, new)
     if new != 1:
@@ -177,11 +175,8 @@ def sigmoid_kvcache_attention(
             last dimensions of that, for the last K keys of each sample, new keys included; earlier keys are not masked.
             The dimension K does not broadcast.
         is_causal: if True, a query attends to keys up to the one it is aligned with.
-        scale: factor of Q Kᵀ; None for D^-1/2.
-        enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
         window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
-        alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``.
-        softcap, normalize: as in ``sigmoid_attention``.
+        scale, enable_gqa, alibi_slopes, softcap, normalize: as in ``sigmoid_attention``.
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
         backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
             that supports the call.

@@ -21,18 +21,10 @@ def is_nested(*tensors: Any) -> bool:
     return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
 
 
-def has_ragged_batch(query: Any) -> bool:
-    """Return True for (B, ragged, N, D), whose attention is dense for each entry of its values (total, N, D)."""
-    return query.dim() > 3 and query._ragged_idx == 1
-
-
 def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
     """Raise unless query, key and value are jagged, with the same batch, and key and value with the same lengths."""
-    for name, option in (
-        ("attn_mask", attn_mask),
-        ("key_lengths", key_lengths),
-        ("query_offset", query_offset or None),
-    ):
+    options = {"attn_mask": attn_mask, "key_lengths": key_lengths, "query_offset": query_offset or None}
+    for name, option in options.items():
         if option is not None:
             raise ValueError(
                 f"{_NAME}: {name} is not supported with nested tensors, whose offsets define the lengths; is_causal, "
@@ -55,12 +47,7 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, qu
                 f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
             )
     message = None
-    if not query._ragged_idx == key._ragged_idx == value._ragged_idx:
-        message = "query, key and value must be ragged in the same dimension"
-    elif has_ragged_batch(query):
-        if not query.shape[1] == key.shape[1] == value.shape[1]:
-            message = "query, key and value must be made with the same offsets tensor"
-    elif query._ragged_idx != 2 or not query.dim() == key.dim() == value.dim() == 4:
+    if any(t._ragged_idx != 2 or t.dim() != 4 for t in operands.values()):
         message = (
             "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose "
             "dimensions 1 and 2"

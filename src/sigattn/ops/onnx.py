@@ -24,8 +24,3 @@ def refuse(name: str) -> NoReturn:
         f"{name} cannot be exported to ONNX: packed sequences and caches written in place are not supported; use "
         "sigmoid_attention with key_lengths or a mask"
     )
-
-
-def refuse_dropout() -> NoReturn:
-    """Raise RuntimeError for a call with dropout."""
-    raise RuntimeError("sigmoid_attention with dropout cannot be exported to ONNX: call eval() on the model first")

@@ -200,44 +200,32 @@ def options(
     mask_layout: str = "(B, Hq, N, M)",
     *,
     key: Tensor | None = None,
-    attn_mask: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    key_lengths: Any = None,
-    is_causal: Any = False,
-    normalize: Any = False,
-    dropout_p: Any = 0.0,
-    scale: Any = None,
-    window: Any = None,
-    softcap: Any = 0.0,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Return the options of a call as arguments of ``make_problem``; raise unless they fit the operands.
+    """Return the options of a call as arguments of ``make_problem``; raise unless they fit the query.
 
     Args:
-        caller: name of the public function.
-        query: the query, which has been checked.
+        caller: name of the public function. query, key: its operands; the key is for advice on their layout.
         bias_target: shape to which a bias broadcasts, (B, Hq, N or 1, 1).
         mask_target, mask_layout: shape to which a mask broadcasts (None for any size), and the names of its dimensions.
-        key: the key, for advice on the layout of query and key.
-        attn_mask, …: as in the operators.
+        given: the options, under the names that they have in the operators.
     """
     batch, heads = bias_target[:2]
-    if attn_mask is not None:
+    if (attn_mask := given.get("attn_mask")) is not None:
         mask(caller, attn_mask, query, mask_target, mask_layout, key=key)
-    if bias is not None:
+    if (bias := given["bias"]) is not None:
         _bias(caller, bias, query, bias_target)
-    if alibi_slopes is not None:
+    if (alibi_slopes := given["alibi_slopes"]) is not None:
         slopes(caller, alibi_slopes, query, batch, heads)
-    checked = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes}
-    if key_lengths is not None:
+    if (key_lengths := given.get("key_lengths")) is not None:
         integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
-        checked["key_lengths"] = key_lengths
-    for name, value in (("is_causal", is_causal), ("normalize", normalize)):
-        if type(value) is not bool:
-            flag(caller, name, value)
-        checked[name] = value
-    dropout_p, scale, window, softcap = numbers(caller, dropout_p, scale, window, softcap)
-    return checked | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
+    for name in ("is_causal", "normalize"):
+        if type(given[name]) is not bool:
+            flag(caller, name, given[name])
+    dropout_p, scale, window, softcap = numbers(
+        caller, given.get("dropout_p", 0.0), given["scale"], given["window"], given["softcap"]
+    )
+    return given | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
 
 
 def numbers(

@@ -109,18 +109,14 @@ def sigmoid_varlen_attention(
             synchronise.)
         max_q, max_k: lengths of the longest sequences; longer ones would be cut. Pass Python integers: reading a tensor
             on an accelerator synchronises.
-        scale: factor of Q Kᵀ; None for D^-1/2.
         window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
-        enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
         is_causal: if True, a query attends to keys up to the one it is aligned with.
         bias: b, a number or a floating-point tensor broadcastable to (B, Hq, 1, 1), with gradient. None is the paper's
             rule (App. E), -log of each sequence's number of keys; 6 less with ``normalize``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
             max_q, max_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from its first. It
             combines with is_causal and window.
-        alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``. With gradient.
-        dropout_p: probability in [0, 1) of dropping a weight; pass 0 in evaluation.
-        softcap, normalize: as in ``sigmoid_attention``.
+        scale, enable_gqa, alibi_slopes, dropout_p, softcap, normalize: as in ``sigmoid_attention``.
         backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
             that supports the call.
 
