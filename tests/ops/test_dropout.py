@@ -35,8 +35,8 @@ def test_all_backends_drop_the_same_weights(monkeypatch, backend, way):
     """And the backward pass drops those that the forward pass dropped."""
     dtype, offset = wide(backend), 5
     monkeypatch.setattr(problems, "new_seed", lambda device: torch.tensor(1 << 40, device=device))
-    q = torch.randn(2, 4, 33, 8, dtype=dtype, requires_grad=True)
-    k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    q = torch.randn(2, 2, 33, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, 1, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     options = {"dropout_p": 0.3, "is_causal": True, "query_offset": offset, "enable_gqa": True}
     results = []
     with path(way):
