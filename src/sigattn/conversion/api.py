@@ -63,9 +63,8 @@ def convert(
             ``nn.Transformer``; or that is, or contains, models of transformers.
         batches: a few batches, such as those of training, of all lengths that matter: each a tensor, a sequence of
             positional arguments, or a mapping of keyword arguments of the model (or its one argument, if it takes a
-            mapping); of a ``SentenceTransformer`` also a list of texts; with ``loss``, anything that it takes. Two or
-            more, so that one can be held out; eight of some thousand tokens are enough. All are kept in memory, so do
-            not pass a loader of a whole data set (``itertools.islice`` takes a part).
+            mapping); of a ``SentenceTransformer`` also a list of texts; with ``loss``, anything that it takes. Eight of
+            some thousand tokens are enough. All are kept in memory (``itertools.islice`` takes a part of a loader).
         normalize: divide the weights of each query by their sum, as ``sigmoid_attention(normalize=True)`` does. False
             is the paper's sigmoid attention, without batches only: no bias of a head brings it near to softmax.
         bias: without batches, b of every layer: a number, one of ``sigattn.nn.bias`` (copied for each layer,
@@ -84,9 +83,7 @@ def convert(
             held-out batches; layers above it keep their softmax, and the report names them.
 
     Raises:
-        TypeError: if model is no module, batches cannot be iterated or is a single mapping or tensor, loss is no
-            function, keep is a string, or bias is of another type.
-        ValueError: if max_error is not positive, or an argument is given that applies only with, or only without,
+        TypeError, ValueError: if an argument is of another type, out of range, or applies only with, or only without,
             batches.
         ConversionError: a ValueError, if an attention cannot be converted, or there is none; if a name of ``keep`` is
             no layer with a softmax, or a model of this library would have softmax in some layers, which its
@@ -126,13 +123,7 @@ def _refuse_arguments(condition: str, **arguments: Any) -> None:
             raise ValueError(f"convert: {name} applies only {condition} batches, got {name}={value!r}")
 
 
-def _replace(
-    model: nn.Module,
-    bias: Any,
-    normalize: bool,
-    example: Sequence[Any] | Mapping[str, Any] | None,
-    keep: Sequence[str],
-) -> ConversionReport:
+def _replace(model: nn.Module, bias: Any, normalize: bool, example: Any, keep: Sequence[str]) -> ConversionReport:
     """Convert a model without a fit."""
     start = time.perf_counter()
     rule = None if bias is None else as_bias("convert: bias", bias)
@@ -193,17 +184,8 @@ def _fit(
         if value is not None and not math.isfinite(value):
             raise ConversionError(f"convert: the loss must be finite, got {value} {state}")
     adapter.swap(biases, True)
-    return ConversionReport(
-        adapter.softmax,
-        tuple(layers),
-        change,
-        loss_softmax,
-        loss_converted,
-        len(fitted_on),
-        len(held_out),
-        count > 1,
-        time.perf_counter() - start,
-    )
+    measured = tuple(layers), change, loss_softmax, loss_converted, len(fitted_on), len(held_out), count > 1
+    return ConversionReport(adapter.softmax, *measured, seconds=time.perf_counter() - start)
 
 
 def _transformers_adapter(model: nn.Module, run: Callable[[], object] | None, keep: Sequence[str]) -> Adapter | None:
@@ -223,8 +205,7 @@ def _checked_batches(batches: Any) -> list[Any]:
             f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
             "[batch]"
         )
-    batches = list(batches)
-    if not batches:
+    if not (batches := list(batches)):
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
     return batches
 

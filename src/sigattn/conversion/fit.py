@@ -30,9 +30,7 @@ _SLOPE_RIDGE = 0.01  # pulls a to -1 where calibration has rows of nearly one le
 class RowStatistics(NamedTuple):
     """Statistics of the rows of one call, (B, Hq, N) each."""
 
-    lse: (
-        Tensor  # log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without visible keys
-    )
+    lse: Tensor  # log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without
     visible: Tensor  # number of visible keys, at least 1, float32
     counted: Tensor  # True for rows that count: with visible keys, and not of padding
 

@@ -27,8 +27,8 @@ class SoftmaxLayer:
     """Layer that computed a softmax before the conversion.
 
     Attributes:
-        name: name within the model ("" for the model itself). kind: name of its class before. call: the function that
-            computed the softmax.
+        name: name within the model ("" for the model itself).
+        kind: name of its class before. call: the function that computed the softmax.
         outcome: "converted" to sigmoid attention, or "materialised": the layer writes its softmax out, and computes
             sigmoid weights in its place, with the memory that it had; or the reason for which it still computes a
             softmax: "kept" (by ``keep`` or ``max_error``), "not attention", or "not called": its code can call the
@@ -66,10 +66,8 @@ class LayerReport:
     """Fit of one layer.
 
     Attributes:
-        name: name of the layer within the model.
-        heads: fit of each head.
-        error: ‖O - O_softmax‖ / ‖O_softmax‖ of the layer's output with the fitted bias, on the inputs of the softmax
-            model.
+        name: name of the layer within the model. heads: fit of each head.
+        error: ‖O - O_softmax‖ / ‖O_softmax‖ of its output with the fitted bias, on the inputs of the softmax model.
     """
 
     name: str
@@ -134,9 +132,7 @@ class ConversionReport:
             return "\n".join(lines)
         rows = [("layer", "R² (min … max)", "c", "a", "error")]
         for layer in self.layers:
-            r2, c, a = (
-                _range(values) for values in zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True)
-            )
+            r2, c, a = map(_range, zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True))
             rows.append((layer.name or "(model)", r2, c, a, f"{layer.error:.2%}"))
         lines = [*_aligned(rows, str.rjust), *lines]
         if self.change is not None:
@@ -147,22 +143,17 @@ class ConversionReport:
         return "\n".join([*lines, *self.warnings])
 
     def save(self, path: Path | str) -> None:
-        """Write the report as JSON; numbers that are not finite become null.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Write the report as JSON; numbers that are not finite become null."""
         report = _finite({**asdict(self), "warnings": self.warnings})
         write_text(Path(path), json.dumps(report, indent=1) + "\n")
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:
     """Return rows as lines with columns of equal width: the first at the left, the others as ``justify`` does."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [[*map(len, column)] for column in zip(*rows, strict=True)]
+    sides = [str.ljust] + [justify] * (len(columns) - 1)
     return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(justify(c, w) for c, w in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
+        "  ".join(side(cell, max(width)) for side, cell, width in zip(sides, row, columns, strict=True)).rstrip()
         for row in rows
     ]
 

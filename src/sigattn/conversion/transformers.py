@@ -69,13 +69,9 @@ class TransformersAdapter(Adapter):
     def _set_outcomes(self, converted: Collection[str]) -> None:
         layers = []
         for layer, name in self.names.items():
-            outcome: Any = "converted"
-            if dispatches(layer):
-                call = "attention interface"
-            elif type(layer) is nn.MultiheadAttention:
-                call = MHA_NAME
-            else:
-                call, outcome = SOFTMAX_NAME, "materialised"
+            multihead = MHA_NAME if type(layer) is nn.MultiheadAttention else SOFTMAX_NAME
+            call = "attention interface" if dispatches(layer) else multihead
+            outcome: Any = "materialised" if call == SOFTMAX_NAME else "converted"
             layers.append(SoftmaxLayer(name, type(layer).__name__, call, outcome if name in converted else "kept"))
         self.softmax = tuple(layers)
 

@@ -47,8 +47,7 @@ class Attention(nn.Module):
         position: ``RotaryEmbedding`` of embed_dim / num_heads, ``Alibi`` of num_heads, or None.
         causal: True to mask the keys after a query; None for True in self-attention, and for False if kv_embed_dim is
             given. A layer that is called with kv_input, and has no kv_embed_dim, needs True or False.
-        window: (left, right): query i sees keys i - left … i + right, and none after itself if causal; -1 and None are
-            unlimited.
+        window: (left, right), as in ``sigmoid_attention``; None for no limit.
         temperature: initial value of the learned scalar t; the logits are multiplied by e^t (App. "LayerScale Free
             Sigmoid Attention": 10). None for no temperature.
         length_power: α of the output's factor n^(-α), where n is the number of keys that a query sees (App. "The Effect
@@ -116,7 +115,11 @@ class Attention(nn.Module):
         check_bool({"causal": causal is None or causal, "use_bias": use_bias, "normalize": normalize})
         _, _, window, _ = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(embed_dim, num_heads, num_kv_heads)
+        if embed_dim % num_heads or num_heads % num_kv_heads:
+            raise ValueError(
+                "Attention: num_heads must divide embed_dim, and num_kv_heads num_heads, got "
+                f"embed_dim={embed_dim}, num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
         self.embed_dim, self.kv_embed_dim = embed_dim, embed_dim if kv_embed_dim is None else kv_embed_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.activation, self.window, self.dropout = activation, window, dropout
@@ -359,8 +362,7 @@ class Attention(nn.Module):
             visible = self._over_sequence(functional.num_visible_keys, query, num_keys, spec).clamp(min=1)
         shard = self.sequence_shard
         b: float | Tensor = rule(
-            query.shape[2] if shard is None else shard.length,
-            num_keys if shard is None else shard.length,
+            *((query.shape[2], num_keys) if shard is None else (shard.length, shard.length)),
             query_offset=spec.query_offset,
             key_lengths=spec.key_lengths,
             device=query.device,
@@ -387,15 +389,6 @@ class Attention(nn.Module):
         if self.sequence_shard is not None:
             return self.sequence_shard.attend(query, key, value, **spec.operator_options())
         return self.attention_fn(self.activation, query, key, value, spec)
-
-
-def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    if embed_dim % num_heads:
-        raise ValueError(f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
-        )
 
 
 def _check_position(position: object, num_heads: int, head_dim: int) -> None:

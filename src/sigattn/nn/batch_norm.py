@@ -52,12 +52,7 @@ class MaskedBatchNorm(BatchNorm):
     def forward(
         self, x: Float[Tensor, "batch channels length"], valid: Tensor | None = None
     ) -> Float[Tensor, "batch channels length"]:
-        """Normalise each channel.
-
-        Args:
-            x: padded sequences.
-            valid: (B, 1, length) bool, False for padding; None if there is no padding.
-        """
+        """Normalise each channel; ``valid``, (B, 1, length) bool, is False for padding."""
         if valid is None or not self.training:
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits cannot represent the number of frames

@@ -66,10 +66,8 @@ class AttentionBias(nn.Module):
         """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
         Args:
-            num_queries, num_keys: numbers of queries and keys.
-            query_offset: position of the first query.
-            key_lengths: (B,), number of keys of each sample.
-            device: of the result, if it is a tensor.
+            num_queries, num_keys: numbers of queries and keys. query_offset: position of the first query.
+            key_lengths: (B,), number of keys of each sample. device: of the result, if it is a tensor.
             visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point; for
                 biases with needs_visible. With needs_alibi, the sum of ALiBi's weights of these keys, above 0.
             query: (B, Hq, N, D), as multiplied with the keys (after norms and positions, before scale); for biases
@@ -137,11 +135,7 @@ class SampleLengthBias(AttentionBias):
     def forward(
         self, num_queries: int, num_keys: int, *, key_lengths: Tensor | None = None, device: torch.device, **_: Any
     ) -> Tensor:
-        """Return -log of the lengths, (B, 1, 1, 1) in float32.
-
-        Raises:
-            ValueError: if key_lengths is None.
-        """
+        """Return -log of the lengths, which must be given: (B, 1, 1, 1) in float32."""
         if key_lengths is None:
             raise ValueError("SampleLengthBias is -log of each sample's length: pass key_lengths")
         key_lengths = key_lengths.to(device, torch.float32).clamp(min=1)
@@ -155,11 +149,7 @@ class VisibleKeysBias(AttentionBias):
     is_rule = True
 
     def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
-        """Return the bias, (B or 1, Hq or 1, N or 1, 1) in float32.
-
-        Raises:
-            ValueError: if visible is None.
-        """
+        """Return -log of ``visible``, which must be given."""
         if visible is None:
             raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
         return log_length_bias(visible)
@@ -224,11 +214,7 @@ class QueryBias(LearnableBias):
 
 
 def as_bias(name: str, bias: Any) -> AttentionBias:
-    """Return a bias as it is, and a number as a ``ConstantBias``; raise TypeError for anything else.
-
-    Args:
-        name: the argument's name, for the error message. bias: its value.
-    """
+    """Return a bias as it is, and a number as a ``ConstantBias``; raise TypeError with the name for anything else."""
     if isinstance(bias, AttentionBias):
         return bias
     try:

@@ -36,10 +36,8 @@ class Block(nn.Module):
         attention, feed_forward: the layers, of the same embed_dim.
         embed_dim: number of features.
         norm_placement: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
-        norm: "rms" or "layer".
-        init_values: initial value of LayerScale's factors; None for no LayerScale.
-        dropout: dropout probability of a branch's output, while training.
-        drop_path: probability of dropping a branch for a sample, while training.
+        norm: "rms" or "layer". init_values: initial value of LayerScale's factors; None for no LayerScale.
+        dropout, drop_path: probabilities, while training, of dropping a feature of a branch, and a sample's branch.
 
     Raises:
         ValueError: for an unknown norm_placement, attention of another embed_dim, or a number out of its range.
@@ -78,12 +76,9 @@ class Block(nn.Module):
         def branch(hybrid: bool, scale: float | None) -> nn.Module:
             """Return the layers between a branch's output and the residual sum."""
             parts: list[nn.Module] = [make_norm(norm, embed_dim, affine=False)] if hybrid else []
-            if scale is not None:
-                parts.append(LayerScale(embed_dim, scale))
-            if dropout:
-                parts.append(nn.Dropout(dropout))
-            if drop_path:
-                parts.append(DropPath(drop_path))
+            parts += [] if scale is None else [LayerScale(embed_dim, scale)]
+            parts += [nn.Dropout(dropout)] if dropout else []
+            parts += [DropPath(drop_path)] if drop_path else []
             return nn.Sequential(*parts)
 
         self.norm_placement = norm_placement

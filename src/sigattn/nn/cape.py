@@ -50,11 +50,8 @@ class Cape(_Augmented):
     Args:
         embed_dim: number of features, even.
         step: seconds from one position to the next.
-        frequency_scale: factor of the frequencies; 30 gives positions in seconds about the frequencies that frames of
-            30 ms have by index.
-        max_global_shift: in seconds, in both directions.
-        max_local_shift: in steps; at most 0.5, because positions must stay in order.
-        max_scale: at least 1.
+        frequency_scale: factor of the frequencies; with 30 they are about those of frames of 30 ms by index.
+        max_global_shift: in seconds, in both directions. max_local_shift: in steps; at most 0.5. max_scale: at least 1.
 
     Raises:
         ValueError: if embed_dim is odd, or an augmentation is out of its range.
@@ -102,11 +99,9 @@ class ImageCape(_Augmented):
     Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(2k / embed_dim) (cos k, sin k).
 
     Args:
-        embed_dim: number of features, even.
-        rows, columns: numbers of patches.
-        max_global_shift: of each coordinate.
+        embed_dim: number of features, even. rows, columns: numbers of patches.
+        max_global_shift: of each coordinate. max_scale: at least 1.
         max_local_shift: of each coordinate, as a fraction of the distance between patches; at most 0.5.
-        max_scale: at least 1.
 
     Raises:
         ValueError: if embed_dim is odd, or an augmentation is out of its range.

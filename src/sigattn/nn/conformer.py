@@ -20,12 +20,8 @@ class ConvolutionModule(nn.Module):
     Padding beyond a sample's length affects neither its frames nor the batch's statistics.
 
     Args:
-        embed_dim: number of features.
-        kernel_size: kernel size of the depthwise convolution, in frames; odd.
+        embed_dim: number of features. kernel_size: of the depthwise convolution, in frames; odd.
         dropout: dropout probability of the output, while training.
-
-    Raises:
-        ValueError: if kernel_size is even.
     """
 
     def __init__(self, embed_dim: int, kernel_size: int = 31, dropout: float = 0.0) -> None:

@@ -10,17 +10,11 @@ from torch.nn import functional as F
 
 
 class Documents(NamedTuple):
-    """Document boundaries of a batch of rows of packed tokens. The first token of a row always starts a document.
+    """Document boundaries of a batch of rows of packed tokens. The first token of a row always starts a document."""
 
-    Attributes:
-        ids: (B, N), index of each token's document within its row: 0, 0, 1, 1, 1, …
-        positions: (B, N), position of each token within its document, from 0.
-        cu_seqlens: (documents + 1,) int32, index of each document's first token in the concatenated rows, then B · N.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
+    ids: Tensor  # (B, N), index of each token's document within its row: 0, 0, 1, 1, 1, …
+    positions: Tensor  # (B, N), position of each token within its document, from 0
+    cu_seqlens: Tensor  # (documents + 1,) int32, index of each first token in the concatenated rows, then B · N
 
     @classmethod
     def from_end_token(cls, tokens: Tensor, end_token: int) -> Documents:

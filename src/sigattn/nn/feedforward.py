@@ -32,8 +32,7 @@ class SwiGLU(nn.Module):
     """``W₃ (silu(W₁ x) ∘ W₂ x)`` (Shazeer, 2020), without biases.
 
     Args:
-        embed_dim: number of input and output features.
-        mlp_dim: number of hidden features.
+        embed_dim: number of input and output features. mlp_dim: number of hidden features.
     """
 
     gate: nn.Linear
@@ -59,8 +58,7 @@ class MLP(nn.Module):
     """``W₂ f(W₁ x)``, the feed-forward layer of vision and speech transformers (GELU) and of conformers (swish).
 
     Args:
-        embed_dim: number of input and output features.
-        mlp_dim: number of hidden features.
+        embed_dim: number of input and output features. mlp_dim: number of hidden features.
         dropout: dropout probability after each of the two linear layers, while training.
         activation: f, "gelu", "relu" or "swish".
         use_bias: True for biases in the linear layers.
@@ -80,10 +78,8 @@ class MLP(nn.Module):
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"MLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        self.input, self.output = (
-            nn.Linear(embed_dim, mlp_dim, bias=use_bias),
-            nn.Linear(mlp_dim, embed_dim, bias=use_bias),
-        )
+        self.input = nn.Linear(embed_dim, mlp_dim, bias=use_bias)
+        self.output = nn.Linear(mlp_dim, embed_dim, bias=use_bias)
         self.activation = activation
         self.dropout: nn.Dropout = nn.Dropout(dropout)
 

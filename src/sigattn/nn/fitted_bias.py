@@ -56,11 +56,7 @@ class VisibleKeysLinearBias(AttentionBias):
         return f"num_heads={self.num_heads}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
-        """Return the bias, (B or 1, num_heads, N or 1, 1), in float32 or better.
-
-        Raises:
-            ValueError: if visible is None.
-        """
+        """Return the bias for ``visible``, which must be given: (B or 1, num_heads, N or 1, 1), at least float32."""
         if visible is None:
             raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
         log_visible = visible.to(torch.promote_types(self.constant.dtype, torch.float32)).log()
@@ -164,11 +160,7 @@ class QuadraticBias(VisibleKeysLinearBias):
         return f"{super().extra_repr()}, {sizes}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:
-        """Return the bias, (B, num_heads, N, 1), in float32 or better.
-
-        Raises:
-            ValueError: if visible or query is None.
-        """
+        """Return the bias for ``visible`` and ``query``, which must be given: (B, num_heads, N, 1), as above."""
         if query is None:
             raise ValueError(f"{type(self).__name__} depends on the queries: pass query")
         bias: Tensor = super().forward(visible=visible) + self.query_term(query)

@@ -107,10 +107,7 @@ def statistics(
     if activation == "performer" or spec.query_offset:
         raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
     return attention_statistics(
-        query.detach(),
-        key.detach(),
-        value.detach(),
-        spec.attn_mask(key.shape[2]),
+        *(query.detach(), key.detach(), value.detach(), spec.attn_mask(key.shape[2])),
         enable_gqa=True,
         key_lengths=spec.key_lengths,
         activation=activation,
@@ -171,10 +168,7 @@ def _sigmoid(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tenso
     if spec.documents is not None and not of_queries:  # the kernels for packed sequences have one bias for a sequence
         return _sigmoid_of_documents(query, key, value, spec, spec.documents)
     return sigmoid_attention(
-        query,
-        key,
-        value,
-        spec.attn_mask(key.shape[2]),
+        *(query, key, value, spec.attn_mask(key.shape[2])),
         dropout_p=spec.dropout,
         enable_gqa=True,
         query_offset=spec.query_offset,
@@ -203,12 +197,9 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, spec: MaskS
 
 def make_problem(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Problem:
     """Return the operator's problem of the call, in autocast's dtype if autocast is on."""
-    query, key, value = cast_operands(query, key, value)
     return problems.make_problem(
         Problem,
-        query,
-        key,
-        value,
+        *cast_operands(query, key, value),
         attn_mask=spec.attn_mask(key.shape[2]),
         dropout_p=spec.dropout,
         key_lengths=spec.key_lengths,
@@ -220,10 +211,7 @@ def make_problem(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> P
 def _softmax(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
     mask = _softmax_mask(query, key, spec)
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
+        *(query, key, value, mask),
         dropout_p=spec.dropout,
         is_causal=spec.causal and mask is None,
         enable_gqa=bool(query.shape[1] != key.shape[1]),  # torch.jit.trace has tensors for sizes

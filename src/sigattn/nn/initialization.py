@@ -20,8 +20,7 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
     """Initialise the parameters of a model's submodules.
 
     Weights of linear layers, convolutions and embeddings are drawn by ``kind``, their biases are set to zero, and the
-    other submodules (norms, LayerScale, learned biases, positions, random features) are reset by ``reset_parameters``.
-    Parameters of the model itself, such as the temperature of an ``Attention``, are left to its own
+    other submodules are reset by ``reset_parameters``. Parameters of the model itself are left to its own
     ``reset_parameters``, which may call this function.
 
     Args:
@@ -41,10 +40,8 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
             _fill(module, "weight", _KINDS[kind])
             if getattr(module, "bias", None) is not None:
                 _fill(module, "bias", nn.init.zeros_)
-        elif module is not model:
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
+        elif module is not model and (reset := getattr(module, "reset_parameters", None)) is not None:
+            reset()
 
 
 def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], object]) -> None:
@@ -95,11 +92,6 @@ def mup_simple(model: nn.Module, embed_dim: int, base_embed_dim: int = 768) -> d
     other parameters.
     """
     factor = min(base_embed_dim / embed_dim, 1.0)
-    matrices = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, (Attention, SwiGLU, MLP))
-        for p in module.parameters()
-        if is_matrix(p)
-    }
+    layers = [m for m in model.modules() if isinstance(m, (Attention, SwiGLU, MLP))]
+    matrices = {id(p) for layer in layers for p in layer.parameters() if is_matrix(p)}
     return {name: factor if id(p) in matrices else 1.0 for name, p in model.named_parameters()}

@@ -27,12 +27,7 @@ class KVCache:
         self.value: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values, (B, Hkv, new, D), and return all of them, (B, Hkv, length, D).
-
-        Raises:
-            ValueError: if the capacity is exceeded or the batch size differs.
-            RuntimeError: if they require a gradient, which would be lost.
-        """
+        """Append keys and values, (B, Hkv, new, D), without gradients; return all of them, (B, Hkv, length, D)."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError("a key/value cache has no gradient: use it under torch.no_grad()")
         stop = self.length + key.shape[2]

@@ -35,15 +35,14 @@ class UnfusedMultihead(nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.MultiheadAttention`` does, which would ask for the property above."""
         projections = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        for weight in projections:
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-        for added_row in (self.bias_k, self.bias_v):
-            if added_row is not None:
-                nn.init.xavier_normal_(added_row)
+        for fill, parameters in (
+            (nn.init.xavier_uniform_, projections),
+            (nn.init.zeros_, (self.in_proj_bias, self.out_proj.bias)),
+            (nn.init.xavier_normal_, (self.bias_k, self.bias_v)),
+        ):
+            for parameter in parameters:
+                if parameter is not None:
+                    fill(parameter)
 
 
 class SigmoidMultiheadAttention(UnfusedMultihead):
@@ -207,9 +206,8 @@ def multi_head_attention_forward(
     if need_weights:
         attention_weights = reference.attention_weights(make_problem(Problem, q, k, v, **options)).to(q.dtype)
         attention_weights = attention_weights.mean(1) if average_attn_weights else attention_weights
-    if unbatched:
-        return result.squeeze(1), None if attention_weights is None else attention_weights.squeeze(0)
-    return result, attention_weights
+        attention_weights = attention_weights.squeeze(0) if unbatched else attention_weights
+    return result.squeeze(1) if unbatched else result, attention_weights
 
 
 def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int]) -> None:

@@ -18,12 +18,8 @@ def make_norm(kind: Norm, dim: int, *, affine: bool = True, bias: bool = True) -
     Args:
         kind: "rms" (eps 1e-5, as in the paper's language models), "layer" (eps 1e-6, as in vision transformers), or
             "none" (identity).
-        dim: number of features.
-        affine: True for a learned scale (and a learned bias, for "layer").
+        dim: number of features. affine: True for a learned scale (and a learned bias, for "layer").
         bias: False for "layer" without its bias.
-
-    Raises:
-        ValueError: for another kind.
     """
     if kind == "rms":
         return RMSNorm(dim, eps=1e-5, elementwise_affine=affine)

@@ -67,14 +67,10 @@ class CallObserver:
         """Return the result of a call.
 
         Args:
-            query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv).
+            query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv); ValueError for other dimensions.
             mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-            softmax: returns the layer's result with softmax.
-            normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
+            softmax, normalized: as in ``AttentionCall``.
             options: is_causal, window, scale and softcap of ``sigmoid_attention``.
-
-        Raises:
-            ValueError: for operands of other dimensions.
         """
         if query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
             raise ValueError(

@@ -155,11 +155,7 @@ class SinusoidalEmbedding(Wavelengths):
     """Fixed sines and cosines of Vaswani et al. (2017), added to the input.
 
     Args:
-        embed_dim: number of features, even.
-        base: the largest wavelength is 2π · base positions.
-
-    Raises:
-        ValueError: if embed_dim is odd.
+        embed_dim: number of features, even. base: the largest wavelength is 2π · base positions.
     """
 
     def __init__(self, embed_dim: int, base: float = 10_000.0) -> None:
@@ -181,11 +177,7 @@ class SinusoidalEmbedding(Wavelengths):
 def image_sinusoids(
     embed_dim: int, rows: int, columns: int, base: float = 10_000.0
 ) -> Tensor:  # (rows · columns, embed_dim)
-    """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
-
-    Raises:
-        ValueError: if embed_dim is not a multiple of 4.
-    """
+    """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate."""
     if embed_dim % 4:
         raise ValueError(
             f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got embed_dim={embed_dim}"
@@ -197,12 +189,7 @@ def image_sinusoids(
 
 
 class LearnableEmbedding(nn.Module):
-    """Learned vector for each position, added to the input.
-
-    Args:
-        num_positions: number of positions. embed_dim: number of features.
-        std: standard deviation of the initial values.
-    """
+    """Learned vector for each position, added to the input; ``std`` is the standard deviation of its initial values."""
 
     def __init__(self, num_positions: int, embed_dim: int, std: float = 0.02) -> None:
         super().__init__()
@@ -220,11 +207,7 @@ class LearnableEmbedding(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed_dim"], offset: int = 0
     ) -> Float[Tensor, "batch length embed_dim"]:
-        """Add the vectors of positions offset, offset + 1, …
-
-        Raises:
-            ValueError: if there are more positions than vectors.
-        """
+        """Add the vectors of positions offset, offset + 1, …; raise ValueError if there are fewer vectors."""
         stop = offset + x.shape[1]
         if stop > len(self.weight):
             raise ValueError(f"LearnableEmbedding has {len(self.weight)} positions, and the input ends at {stop}")

@@ -12,8 +12,7 @@ class LayerScale(nn.Module):
     """Learned factor for each feature of a residual branch, small at first (Touvron et al., 2021).
 
     Args:
-        dim: number of features.
-        init_values: initial value of the factors; 1e-4 in the paper's vision and language models.
+        dim: number of features. init_values: initial value of the factors; 1e-4 in the paper's vision and language.
     """
 
     def __init__(self, dim: int, init_values: float = 1e-4) -> None:
@@ -38,9 +37,6 @@ class DropPath(nn.Module):
 
     Args:
         drop_prob: probability of dropping, in [0, 1).
-
-    Raises:
-        ValueError: if drop_prob is out of range.
     """
 
     def __init__(self, drop_prob: float) -> None:

@@ -46,21 +46,14 @@ _ATTENTION_OPERATOR = re.compile(r"attention|attn|fmha|transformer_encoder_layer
 
 
 class Finding(NamedTuple):
-    """One softmax of a model.
+    """One softmax of a model."""
 
-    Attributes:
-        name: name of the layer within the model. module: the layer. call: name of the function or operator that
-            computes the softmax. replaceable: True if sigmoid attention can replace the call. attention: True if the
-            softmax is, or may be, that of an attention. called: False if the run of the example did not come to it,
-            although it ran the layer.
-    """
-
-    name: str
+    name: str  # of the layer within the model
     module: nn.Module
-    call: str
-    replaceable: bool
-    attention: bool
-    called: bool = True
+    call: str  # name of the function or operator that computes the softmax
+    replaceable: bool  # True if sigmoid attention can replace the call
+    attention: bool  # True if the softmax is, or may be, that of an attention
+    called: bool = True  # False if the run of the example did not come to it, although it ran the layer
 
 
 def listed(findings: Iterable[Finding]) -> str:
