@@ -50,7 +50,7 @@ def test_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("part", "compiled", "attention"),
-    [*(("layer", False, kind) for kind in KINDS), ("block", True, steps.QUADRATIC), ("block", True, steps.CONVERTED)],
+    [*(("layer", False, kind) for kind in KINDS), ("block", True, steps.CONVERTED)],
 )
 def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     """Its input and all of its parameters have a gradient; those of a converted one too."""

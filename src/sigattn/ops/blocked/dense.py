@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigattn.ops import normalization
-from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, arithmetic, choose_tiles, groups, new_memory, padded
+from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile, rows_of
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.normalization import new_row_sums
+from sigattn.ops.normalization import new_result
 from sigattn.ops.positions import distances
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
 
@@ -40,21 +41,15 @@ def saved_weights(problem: Problem) -> Saved | None:
         return None
     if (p.left != UNLIMITED or p.right != UNLIMITED) and n * m > WHOLE_UP_TO:
         return None
-    dtype = arithmetic(p)
-    shape = batch, heads, padded(n, dtype), padded(m, dtype)
+    dtype, rows, columns = arithmetic(p)
     inputs = heads * n * d + key_heads * m * (d + dv)
-    fits = heads * shape[2] * shape[3] * dtype.itemsize <= MOST_SAVED * inputs * p.query.dtype.itemsize
-    return (shape, dtype) if fits and batch * heads * n * m else None
+    fits = heads * rows * columns * dtype.itemsize <= MOST_SAVED * inputs * p.query.dtype.itemsize
+    return ((batch, heads, rows, columns), dtype) if fits and batch * heads * n * m else None
 
 
 def forward(problem: Problem, saved: Saved | None) -> Result:
     """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
-    shape, dtype = saved or ((0,), None)
-    result = Result(
-        new_output(problem.query, problem.value.shape[-1]),
-        problem.query.new_empty(shape, dtype=dtype),
-        new_row_sums(problem.query) if problem.normalize else problem.query.new_empty(0),
-    )
+    result = new_result(problem.query, problem.value.shape[3], problem.normalize, saved)
     attend(problem, result)
     return result
 
@@ -68,33 +63,33 @@ def attend(problem: Problem, result: Result) -> None:
 
 
 def _attend(problem: Problem, result: Result) -> None:
-    out, weights, row_sums = result
-    if not out.numel() or not problem.key.shape[2]:
-        out.zero_()
-        row_sums.zero_()
+    if not result.out.numel() or not problem.key.shape[2]:
+        result.out.zero_()
+        result.row_sums.zero_()
         return
-    tiling = choose_tiles(problem, weights, outer=0)
-    memory = weights if tiling.is_saved else new_memory(problem, tiling)
-    for group in groups(problem, tiling):
-        group.prepare_logits()
-        for i0 in range(0, tiling.num_queries, tiling.rows):
-            i1 = min(i0 + tiling.rows, tiling.num_queries)
-            target = group.rows_of(out, group.query_heads, i0, i1)  # (nb, nh · rep, R, Dv)
+    tiling = choose_tiles(problem, result.weights, outer=0)
+    memory = result.weights if tiling.is_saved else new_memory(problem, tiling)
+    for part, (out, weights, row_sums) in groups(problem, tiling, result):
+        tiles, factor = Tiles(part, tiling), part.keep_scale
+        memory = weights if tiling.is_saved else memory
+        tiles.prepare_logits()
+        for i, visible in tiles.loop(outer=0):
+            target = rows_of(out, i)  # (B, H, R, Dv)
             total: Tensor | None = None  # (G, rep · R, Dv)
             sums: Tensor | None = None  # (G, rep · R, 1)
-            for j0, j1 in group.visible(i0, i1, outer=0):
-                p = group.weights(memory, i0, i1, j0, j1)  # P = σ(scale · Q Kᵀ + b), (G, rep · R, C)
-                if problem.normalize:
-                    part = p.sum(-1, keepdim=True, dtype=row_sums.dtype)
-                    sums = part if sums is None else sums.add_(part)  # t += P 1
-                p = p if problem.seed is None else group.drop(p, i0, i1, j0, j1)
-                total = add_product(total, p, group.value[:, j0:j1], target)  # O += P V
-            if problem.normalize:
-                write(group.rows_of(row_sums[..., :1], group.query_heads, i0, i1), sums)
-                if total is not None and sums is not None:  # O / t
-                    inverse = torch.where(sums == 0, 0, 1 / sums)
-                    total = total.mul_(inverse) if total.dtype is inverse.dtype else total * inverse
-            write(target, total, problem.keep_scale)
+            for j in visible:
+                p = tiles.weights(memory, i, j)  # P = σ(scale · Q Kᵀ + b), (G, rep · R, C)
+                if part.normalize:
+                    row_sum = p.sum(-1, keepdim=True, dtype=row_sums.dtype)
+                    sums = row_sum if sums is None else sums.add_(row_sum)  # t += P 1
+                if part.seed is not None:
+                    p = p.masked_fill(tiles.dropped(i, j), 0)
+                total = add_product(total, p, tiles.value[:, j], target)  # O += P V
+            if part.normalize:
+                write(rows_of(row_sums[..., :1], i), sums)
+                if total is not None and sums is not None:
+                    total.mul_(torch.where(sums == 0, 0, 1 / sums))  # O / t
+            write(target, total, factor)
 
 
 def backward(problem: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
@@ -112,92 +107,89 @@ def backward(problem: Problem, grad_out: Tensor, result: Result, needs_grad: Nee
 
 
 def new_gradients(problem: Problem | VarlenProblem, needs_grad: NeedsGrad) -> Gradients:
-    """Return tensors for the gradients; those of bias, mask and slopes are sums over tiles, in float32 or better."""
-    p, wide = problem, torch.promote_types(problem.query.dtype, torch.float32)
-    options = zip((p.bias, p.attn_mask, p.alibi_slopes), needs_grad[3:], strict=True)
-    return Gradients(
-        torch.empty_like(p.query) if needs_grad.query else None,
-        torch.empty_like(p.key) if needs_grad.key else None,
-        torch.empty_like(p.value) if needs_grad.value else None,
-        *(None if t is None or not needed else t.new_zeros(t.shape, dtype=wide) for t, needed in options),
-    )
+    """Return memory for the gradients: zeros, in float32 or better, for the sums of bias, mask and slopes."""
+    wide, tensors = torch.promote_types(problem.query.dtype, torch.float32), zip(problem[:6], needs_grad, strict=True)
+    needed = [t if is_needed else None for t, is_needed in tensors]
+    operands = [t if t is None else torch.empty_like(t) for t in needed[:3]]
+    return Gradients(*operands, *[t if t is None else t.new_zeros(t.shape, dtype=wide) for t in needed[3:]])
 
 
 def in_dtypes(gradients: Gradients, problem: Problem | VarlenProblem) -> Gradients:
-    """Return the gradients of bias, mask and slopes in the dtypes of the problem's tensors."""
-    options = zip(gradients[3:], (problem.bias, problem.attn_mask, problem.alibi_slopes), strict=True)
-    return Gradients(*gradients[:3], *(g if g is None or t is None else g.to(t.dtype) for g, t in options))
+    """Return gradients in the dtypes of the problem's tensors."""
+    tensors: Any = problem[:6]
+    return Gradients(*[g if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)])
 
 
 def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:
     """Write the gradients of query, key and value, and add those of bias, mask and slopes."""
-    row_terms = None
+    row_terms, operands = result.row_sums, [g for g in gradients[:3] if g is not None]
     if problem.normalize:
         problem, grad_out, row_terms = normalization.backward_operands(problem, grad_out, result)
-    weights, (d_query, d_key, d_value, *d_options) = result.weights, gradients
-    is_empty = not grad_out.numel() or not problem.key.shape[2]
-    if is_empty or problem.key_lengths is not None:  # some keys are in no tile
-        for gradient in (d_query, d_key, d_value):
-            if gradient is not None:
-                gradient.zero_()
-    if is_empty:
+    if not grad_out.numel() or not problem.key.shape[2]:
+        for gradient in operands:
+            gradient.zero_()
         return
-    tiling = choose_tiles(problem, weights, outer=1)
-    has_options = any(d is not None for d in d_options)
-    needs_d = d_query is not None or d_key is not None or has_options
-    memory = weights if tiling.is_saved else new_memory(problem, tiling)
-    memory_of_d = new_memory(problem, tiling) if needs_d else None
-    for group in groups(problem, tiling):
-        if not tiling.is_saved or problem.softcap:
-            group.prepare_logits()
-        d_out = group.of_queries(grad_out)  # (G, rep · N, Dv)
-        d_out = d_out if problem.seed is None else d_out * problem.keep_scale
-        terms = None if row_terms is None else group.of_queries(row_terms, row_terms.dtype)  # (G, rep · N, 1)
-        d_query_rows = None if d_query is None else group.rows_of(d_query, group.query_heads, 0, tiling.num_queries)
-        query_sums = None if d_query is None or tiling.is_whole else group.new_query_sums()  # (G, rep, N, D)
-        for j0 in range(0, group.num_keys, tiling.columns):
-            j1 = min(j0 + tiling.columns, group.num_keys)
-            key, value = group.key[:, j0:j1], group.value[:, j0:j1]  # (G, C, D or Dv)
-            d_key_rows = None if d_key is None else group.rows_of(d_key, group.heads, j0, j1)  # (nb, nh, C, D)
-            d_value_rows = None if d_value is None else group.rows_of(d_value, group.heads, j0, j1)
+    tiling, scale = choose_tiles(problem, result.weights, outer=1), problem.scale_value
+    memory = result.weights if tiling.is_saved else new_memory(problem, tiling)
+    memory_of_d = new_memory(problem, tiling)
+    incoming = Result(grad_out, result.weights, row_terms)
+    for part, (d_out, weights, row_terms), sums in groups(problem, tiling, incoming, gradients):
+        d_query, d_key, d_value, *d_options = sums
+        tiles, memory = Tiles(part, tiling), weights if tiling.is_saved else memory
+        if not tiling.is_saved or part.softcap:
+            tiles.prepare_logits()
+        d_out = tiles.operand(d_out, tiling.num_queries)  # (G, rep · N, Dv)
+        d_out = d_out if part.seed is None else d_out * part.keep_scale
+        query_sum: Tensor | None = None  # (B, H, N, D)
+        if d_query is not None and not tiling.is_whole:
+            shape, wide = d_query.shape, torch.promote_types(tiling.dtype, torch.float32)
+            query_sum = d_query.new_zeros(*shape[:2], tiling.num_queries, shape[3], dtype=wide)
+        for j, visible in tiles.loop(outer=1):
+            key, value = tiles.key[:, j], tiles.value[:, j]  # (G, C, D or Dv)
+            d_key_rows, d_value_rows = rows_of(d_key, j), rows_of(d_value, j)  # (B, Hkv, C, D or Dv)
             key_sum: Tensor | None = None  # (G, C, D)
             value_sum: Tensor | None = None  # (G, C, Dv)
-            for i0, i1 in group.visible(j0, j1, outer=1):
-                query, d_rows = group.rows(group.query, i0, i1), group.rows(d_out, i0, i1)  # (G, rep · R, D or Dv)
-                p = group.tile(memory, i0, i1, j0, j1) if tiling.is_saved else group.weights(memory, i0, i1, j0, j1)
-                if memory_of_d is not None:
-                    d = group.tile(memory_of_d, i0, i1, j0, j1)
-                    torch.bmm(d_rows, value.transpose(1, 2), out=d)  # dP = dO Vᵀ
-                    d = d if problem.seed is None else group.drop(d, i0, i1, j0, j1)
-                    d = d if terms is None else d.sub_(group.rows(terms, i0, i1))  # dP - δ
-                    torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
-                    group.hide(d, i0, i1, j0, j1)  # 0 · NaN where V or dO is not finite
-                    if has_options:
-                        add_sums(group, d, i0, i1, j0, j1, gradients)
-                    if problem.softcap:  # bias, mask and slopes are added after the cap
-                        d *= group.slope_of_cap(i0, i1, j0, j1)
-                    if d_query_rows is not None and query_sums is None:  # the only tile
-                        query_sums = add_product(None, d, key, d_query_rows)  # dQ = dS K
-                    elif query_sums is not None:
-                        query_sums[:, :, i0:i1] += torch.bmm(d, key).unflatten(1, (-1, i1 - i0))  # dQ += dS K
-                    if d_key_rows is not None:
-                        key_sum = add_product(key_sum, d.transpose(1, 2), query, d_key_rows)  # dK += dSᵀ Q
-                if d_value_rows is not None:
-                    p = p if problem.seed is None else group.drop(p, i0, i1, j0, j1)
-                    value_sum = add_product(value_sum, p.transpose(1, 2), d_rows, d_value_rows)  # dV += Pᵀ dO
-            if d_key_rows is not None:
-                write(d_key_rows, group.existing(key_sum, j0, j1), problem.scale_value)
-            if d_value_rows is not None:
-                write(d_value_rows, group.existing(value_sum, j0, j1))
-        if d_query_rows is not None:
-            write(d_query_rows, query_sums, problem.scale_value)
+            for i in visible:
+                query, d_rows = tiles.rows(tiles.query, i), tiles.rows(d_out, i)  # (G, rep · R, D or Dv)
+                p = tiles.tile(memory, i, j) if tiling.is_saved else tiles.weights(memory, i, j)
+                d = torch.bmm(d_rows, value.mT, out=tiles.tile(memory_of_d, i, j))  # dP = dO Vᵀ
+                dropped = None if part.seed is None else tiles.dropped(i, j)
+                if dropped is not None:
+                    d.masked_fill_(dropped, 0)
+                if part.normalize:
+                    tiles.by_head(d, i, j).sub_(rows_of(row_terms, i))  # dP - δ
+                torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
+                tiles.hide(d, i, j)  # 0 · NaN where V or dO is not finite
+                if any(g is not None for g in d_options):
+                    add_sums(tiles.by_head(d, i, j), part, i, j, sums)
+                if part.softcap:  # bias, mask and slopes are added after the cap
+                    d *= tiles.slope_of_cap(torch.empty_like(d), i, j)
+                if query_sum is None:  # the only tile
+                    query_sum = add_product(None, d, key, d_query)  # dQ = dS K
+                else:
+                    query_rows = rows_of(query_sum, i)
+                    query_rows += torch.bmm(d, key).view_as(query_rows)  # dQ += dS K
+                key_sum = add_product(key_sum, d.mT, query, d_key_rows)  # dK += dSᵀ Q
+                p = p if dropped is None else p.masked_fill(dropped, 0)
+                value_sum = add_product(value_sum, p.mT, d_rows, d_value_rows)  # dV += Pᵀ dO
+            write(d_key_rows, key_sum, scale)
+            write(d_value_rows, value_sum)
+        write(d_query, query_sum, scale)
+    if problem.key_lengths is not None:  # some keys are in no tile; others have weights, of values that are 0
+        lengths = problem.key_lengths.to(grad_out.device).view(-1, 1, 1, 1)
+        is_beyond = torch.arange(problem.key.shape[2], device=grad_out.device).unsqueeze(-1) >= lengths
+        for operand in (gradients.key, gradients.value):
+            if operand is not None:
+                operand.masked_fill_(is_beyond, 0)
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor, target: Tensor) -> Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, target: Tensor | None) -> Tensor | None:
     """Return total + a b, (G, R, C) times (G, C, E); the first product in the memory of the target if it can be.
 
-    The sum over several tiles is in float32 or better.
+    The sum over several tiles is in float32 or better. None without a target, which is a gradient that is not needed.
     """
+    if target is None:
+        return None
     if total is not None:
         return total.to(torch.promote_types(a.dtype, torch.float32)).add_(torch.bmm(a, b))
     shape = a.shape[0], a.shape[1], b.shape[2]
@@ -205,8 +197,10 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, target: Tensor) -> T
     return torch.bmm(a, b, out=target.view(shape)) if fits else torch.bmm(a, b)
 
 
-def write(target: Tensor, total: Tensor | None, factor: float = 1.0) -> None:
+def write(target: Tensor | None, total: Tensor | None, factor: float = 1.0) -> None:
     """Write ``factor`` times a total, without its padding rows, unless it is in the memory of the target already."""
+    if target is None:
+        return
     if total is None:  # no tile was visible
         target.zero_()
         return
@@ -217,23 +211,16 @@ def write(target: Tensor, total: Tensor | None, factor: float = 1.0) -> None:
         target.copy_(total.view(*heads, -1, features)[..., :rows, :])
 
 
-def add_sums(group: Group, d: Tensor, i0: int, i1: int, j0: int, j1: int, gradients: Gradients) -> None:
-    """Add the sums of a tile's dS to the gradients of bias, mask and slopes."""
-    d = group.by_head(d, i0, i1, j0, j1)  # (nb, nh, rep, R, C)
+def add_sums(d: Tensor, problem: Problem, i: slice, j: slice, gradients: Gradients) -> None:
+    """Add the sums of a tile's dS, (B, H, R, C), to the gradients of bias, mask and slopes."""
     if gradients.bias is not None:
-        bias = group.of_tile(gradients.bias, i0, i1, j0, j1)
-        bias += sum_to(d.sum(-1, keepdim=True), bias)
+        bias = rows_of(gradients.bias, i)
+        bias += d.sum(-1, keepdim=True, dtype=bias.dtype).sum_to_size(bias.shape)
     if gradients.attn_mask is not None:
-        mask = group.of_tile(gradients.attn_mask, i0, i1, j0, j1)
-        mask += sum_to(d, mask)
+        mask = of_tile(gradients.attn_mask, i, j)
+        mask += d.sum_to_size(mask.shape)
     if gradients.alibi_slopes is not None:
-        offset = group.problem.query_offset
-        slopes = group.of_heads(gradients.alibi_slopes.unsqueeze(-1)).squeeze(-1)  # (nb or 1, nh, rep, 2)
-        for side, distance in enumerate(distances((i0 + offset, i1 + offset), (j0, j1), d.dtype, d.device)):
-            slopes[..., side] -= sum_to((d * distance).sum((-1, -2)), slopes[..., side])
-
-
-def sum_to(t: Tensor, target: Tensor) -> Tensor:
-    """Sum t over the dimensions in which the target has size 1, in the target's dtype."""
-    reduced = [i for i, (a, b) in enumerate(zip(t.shape, target.shape, strict=True)) if a != b]
-    return t.sum(reduced, keepdim=True, dtype=target.dtype) if reduced else t
+        rows = i.start + problem.query_offset, i.stop + problem.query_offset
+        for side, distance in enumerate(distances(rows, (j.start, j.stop), d.dtype, d.device)):
+            slopes = gradients.alibi_slopes[..., side]  # (B or 1, H)
+            slopes -= (d * distance).sum((-1, -2)).sum_to_size(slopes.shape)

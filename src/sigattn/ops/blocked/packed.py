@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.normalization import add_parts, new_row_sums
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem, new_output
+from sigattn.ops.normalization import add_parts, new_result
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem
 
 # measured on CPUs
 FEW_ROWS = 16  # queries of a key head up to which a long cache is split
@@ -23,38 +23,31 @@ COPIED = 1 << 15  # elements of a sample's K that are copied to batch samples
 
 def varlen_forward(problem: VarlenProblem, saved: Saved | None = None) -> Result:
     """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and the sums of rows."""
-    out = new_output(problem.query, problem.value.shape[2])
-    result = Result(out, out.new_empty(0), new_row_sums(problem.query) if problem.normalize else out.new_empty(0))
+    result = new_result(problem.query, problem.value.shape[2], problem.normalize)
     end = 0
     for s, rows, keys in _sequences(problem):
         attend(problem.sequence(s, rows, keys), _of_sequence(result, rows))
         end = rows.stop
-    out[end:] = 0
-    if problem.normalize:
-        result.row_sums[end:] = 0
+    result.out[end:] = 0
+    result.row_sums[end:] = 0
     return result
 
 
 def varlen_backward(problem: VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients in ``needs_grad``; those of rows of no sequence are 0. grad_out: (Tq, Hq, Dv)."""
-    p, gradients = problem, new_gradients(problem, needs_grad)
-    query, key, value, bias, attn_mask, slopes = gradients
+    gradients = new_gradients(problem, needs_grad)
+    # as a problem, whose sequences are parts of the gradients
+    packed = problem._replace(**{name: t for name, t in gradients._asdict().items() if t is not None})
     rows = keys = slice(0, 0)
-    for s, rows, keys in _sequences(p):
-        n, m = rows.stop - rows.start, keys.stop - keys.start
-        of_sequence = Gradients(
-            None if query is None else _heads_first(query[rows]),
-            None if key is None else _heads_first(key[keys]),
-            None if value is None else _heads_first(value[keys]),
-            None if bias is None else p.of_sequence(bias, s),
-            None if attn_mask is None else p.mask_of_sequence(attn_mask, s, n, m),
-            None if slopes is None else p.of_sequence(slopes, s),
-        )
-        differentiate(p.sequence(s, rows, keys), _heads_first(grad_out[rows]), _of_sequence(result, rows), of_sequence)
-    for gradient, end in ((query, rows.stop), (key, keys.stop), (value, keys.stop)):
+    for s, rows, keys in _sequences(problem):
+        parts = zip(gradients, packed.sequence(s, rows, keys)[:6], strict=True)
+        of_sequence = Gradients(*(None if gradient is None else part for gradient, part in parts))
+        part = _of_sequence(result._replace(out=grad_out), rows)
+        differentiate(problem.sequence(s, rows, keys), part.out, _of_sequence(result, rows), of_sequence)
+    for gradient, end in zip(gradients[:3], (rows.stop, keys.stop, keys.stop), strict=True):
         if gradient is not None:
             gradient[end:] = 0
-    return in_dtypes(gradients, p)
+    return in_dtypes(gradients, problem)
 
 
 def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
@@ -64,14 +57,9 @@ def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
         yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
 
 
-def _heads_first(t: Tensor) -> Tensor:  # (n, H, …) → (1, H, n, …)
-    return t.transpose(0, 1).unsqueeze(0)
-
-
 def _of_sequence(result: Result, rows: slice) -> Result:
-    """Return the part of a result that belongs to a sequence, views; without an output if there is none."""
-    out, row_sums = (_heads_first(t[rows]) if t.dim() > 1 else t for t in (result.out, result.row_sums))
-    return Result(out, result.weights, row_sums)
+    """Return the part of a result that belongs to a sequence, views: (Tq, H, …) → (1, H, n, …)."""
+    return Result(*(t[rows].transpose(0, 1).unsqueeze(0) if t.dim() > 1 else t for t in result))
 
 
 def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> Result:
@@ -80,9 +68,7 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> Resu
     Samples are computed one by one, unless they have the same length and it takes no large copy to batch them. A long
     cache is split for few queries: the partial results of disjoint keys add (Sect. 4).
     """
-    p = problem
-    out, nothing = new_output(p.query, p.value.shape[3]), p.query.new_empty(0)
-    row_sums = new_row_sums(p.query) if p.normalize else out.new_empty(0)
+    p, total = problem, new_result(problem.query, problem.value.shape[3], problem.normalize)
     (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
     keys = p.key_ranges()
     is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1
@@ -95,18 +81,18 @@ def kvcache_forward(problem: KVCacheProblem, saved: Saved | None = None) -> Resu
         if p.left != UNLIMITED:  # keys that no query sees are neither converted nor copied
             first = max(first, min(end - n - p.left, length))
         stop = length if p.right == UNLIMITED else max(first, min(length, end + p.right))
-        sums = row_sums[samples].transpose(1, 2) if p.normalize else nothing
-        result = Result(out[samples].transpose(1, 2), nothing, sums)  # (nb, Hq, N, Dv)
+        # (nb, Hq, N, ·)
+        result = Result(*(t[samples].transpose(1, 2) if t.dim() > 1 else t for t in total))
         if stop - first <= piece:
             attend(p.samples(samples, first, stop, length, end), result)
             continue
-        wide = torch.promote_types(out.dtype, torch.float32)
+        wide = torch.promote_types(p.query.dtype, torch.float32)
         parts = []
         for start in range(first, stop, piece):
-            parts.append(Result(torch.empty_like(result.out, dtype=wide), nothing, torch.empty_like(sums)))
+            parts.append(Result(*(torch.empty_like(t, dtype=wide) for t in result)))
             attend(p.samples(samples, start, min(start + piece, stop), length, end), parts[-1])
         add_parts(parts, result)
-    return Result(out, nothing, row_sums)
+    return total
 
 
 def _can_fold_heads(cache: Tensor, length: int) -> bool:

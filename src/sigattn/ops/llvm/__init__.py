@@ -85,8 +85,11 @@ def _machine_unavailable() -> str | None:
     except Exception as error:  # an OSError if the process may not have enough memory for LLVM
         return _not_imported(error)
     from sigattn.ops.llvm.processor import host_processor
+    from sigattn.ops.llvm.threads import parallel
 
-    return None if host_processor() is not None else "it needs AVX2 and FMA, or a 64-bit ARM processor"
+    if host_processor() is None:
+        return "it needs AVX2 and FMA, or a 64-bit ARM processor"
+    return None if parallel() is not None else "it needs GOMP_parallel, which PyTorch's runtime of OpenMP lacks here"
 
 
 def _not_imported(error: Exception) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 from llvmlite import ir
 
@@ -160,11 +160,7 @@ class Matrix:
     def __init__(self, data: Pointer, stride: Value | int) -> None:
         self.data, self.stride = data, stride
 
-    @overload
-    def __getitem__(self, row: Value | int) -> Pointer: ...
-    @overload
-    def __getitem__(self, row: slice) -> Matrix: ...
-    def __getitem__(self, row: Any) -> Any:
+    def __getitem__(self, row: Value | int | slice) -> Any:
         if isinstance(row, slice):
             return Matrix(self.data + row.start * self.stride, self.stride)
         return self.data + row * self.stride
@@ -257,20 +253,17 @@ class Builder:
 
     # indices
 
-    def minimum(self, a: Value | int, b: Value | int) -> Value:
+    def minimum(self, a: Value, b: Value | int) -> Value:
         """Return the smaller of two integers."""
-        return self.select(self._index(a) < b, a, b)
+        return self.select(a < b, a, b)
 
-    def maximum(self, a: Value | int, b: Value | int) -> Value:
+    def maximum(self, a: Value, b: Value | int) -> Value:
         """Return the larger of two integers."""
-        return self.select(self._index(a) < b, b, a)
+        return self.select(a < b, b, a)
 
     def round_down(self, a: Value, multiple: int) -> Value:
         """Return the largest multiple of a number up to a, which is not negative."""
         return a - a % multiple
-
-    def _index(self, index: Value | int) -> Value:
-        return index if isinstance(index, Value) else Value(self, constant(index, INT64))
 
     # memory
 

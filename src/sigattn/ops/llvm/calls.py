@@ -18,14 +18,17 @@ from sigattn.ops import normalization
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
-from sigattn.ops.llvm.plan import Memory, make_plan, round_up
+from sigattn.ops.llvm.plan import make_plan, round_up
 from sigattn.ops.llvm.threads import parallel
 from sigattn.ops.memory import keep_memory_warm
-from sigattn.ops.normalization import new_row_sums
-from sigattn.ops.problem import Problem, new_output
+from sigattn.ops.normalization import new_result
+from sigattn.ops.problem import Problem
 
 MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
 NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
+# Up to this size in bytes, all memory of a call is one allocation (saves 2 µs for each other one). Larger memory is
+# allocated in pieces: glibc would return one big block to the system after every call.
+_ONE_ALLOCATION = 4 << 20
 # offsets of fields that others point to, as tensors of one number
 _BIAS_VALUE: int = KernelArguments.bias_value.offset
 _M: int = KernelArguments.m.offset
@@ -60,12 +63,9 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Re
     """
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     if result is None:
-        out = new_output(p.query, dv)
-        weights = p.query.new_empty(0 if saved is None else saved[0])
-        row_sums = new_row_sums(p.query) if p.normalize else p.query.new_empty(0)
-        result = Result(out, weights, row_sums)
-        if not out.numel() or not m:
-            out.zero_()
+        result = new_result(p.query, dv, p.normalize, saved)
+        if not result.out.numel() or not m:
+            result.out.zero_()
             result.row_sums.zero_()
             return result
         if p.normalize:
@@ -92,43 +92,40 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
     """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
     if needs_grad.attn_mask:
         raise RuntimeError(f"sigmoid_attention: backend 'llvm': {NO_GRADIENT_OF_MASK}")
-    (batch, heads, n, _), (_, kv_heads, m, _) = p.query.shape, p.value.shape
+    if not grad_out.numel() or not p.key.shape[2]:
+        wanted = zip(p[:6], needs_grad, strict=True)
+        return Gradients(*[torch.zeros_like(t) if t is not None and is_needed else None for t, is_needed in wanted])
+    (batch, heads, n, _), kv_heads = p.query.shape, p.key.shape[1]
+    problem, row_terms = p, None
+    if p.normalize:
+        problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
+    call = _Call(problem, kernels(p.query.dtype))
+    splits, part_size = call.args.splits, call.args.part_size
+    call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
+    call.allocate(call.plan.backward)
+    if result.weights.numel():
+        call.args.saves, call.args.weights = 1, result.weights.data_ptr()
+    if row_terms is not None:
+        call.set("row_terms", row_terms, *row_terms.stride()[:3])
+    score_sums = query_sums = None
+    if needs_grad.bias or needs_grad.alibi_slopes:
+        score_sums = p.query.new_zeros((splits, batch, heads, n, 3), dtype=torch.float32)
+        call.args.score_sums, call.args.score_sums_size = score_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
+    if splits > 1:  # each has its own gradient of a part of the queries
+        query_sums = p.query.new_empty((splits, batch, heads, part_size, call.args.head_dim), dtype=torch.float32)
+        call.set("grad_query_sums", query_sums)
     grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
-    needs_score_sums = needs_grad.bias or needs_grad.alibi_slopes
-    score_sums = p.query.new_zeros((1, batch, heads, n, 3), dtype=torch.float32) if needs_score_sums else None
-    if not grad_out.numel() or not m:
-        for grad in grads:
-            grad.zero_()
-    else:
-        problem, row_terms = p, None
-        if p.normalize:
-            problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
-        call = _Call(problem, kernels(p.query.dtype))
-        splits, part_size = call.plan.splits, call.args.part_size
-        call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
-        call.allocate(call.plan.backward)
-        if score_sums is not None:
-            score_sums = score_sums.expand(splits, -1, -1, -1, -1).contiguous()
-            call.args.score_sums, call.args.score_sums_size = score_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
-        if result.weights.numel():
-            call.args.saves, call.args.weights = 1, result.weights.data_ptr()
-        if row_terms is not None:
-            call.set("row_terms", row_terms, *row_terms.stride()[:3])
-        names = ("grad_query", "grad_key", "grad_value")
-        targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
-        sums = None
-        if splits > 1:  # each has its own gradient of a part of the queries
-            sums = p.query.new_empty((splits, batch, heads, part_size, call.args.head_dim), dtype=torch.float32)
-            call.set("grad_query_sums", sums)
-        for first in range(0, n, part_size):
-            call.args.first_query = first
-            call.kernels.run("backward", batch * kv_heads * splits, call.args, call.plan.threads)
-            if sums is not None:
-                part = targets[0][:, :, first : first + part_size]
-                part.copy_(sums[..., : part.shape[2], :].sum(0))
-        for grad, target in zip(grads, targets, strict=True):
-            if target is not grad:
-                grad.copy_(target[..., : grad.shape[-1]])
+    names = ("grad_query", "grad_key", "grad_value")
+    targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
+    for first in range(0, n, part_size):
+        call.args.first_query = first
+        call.kernels.run("backward", batch * kv_heads * splits, call.args, call.plan.threads)
+        if query_sums is not None:
+            part = targets[0][:, :, first : first + part_size]
+            part.copy_(query_sums[..., : part.shape[2], :].sum(0))
+    for grad, target in zip(grads, targets, strict=True):
+        if target is not grad:
+            grad.copy_(target[..., : grad.shape[-1]])
     query, key, value = (t if is_needed else None for t, is_needed in zip(grads, needs_grad[:3], strict=True))
     if score_sums is None:
         return Gradients(query, key, value, None, None, None)
@@ -209,19 +206,15 @@ class _Call:
         setattr(self.args, name, Strided(result.data_ptr(), *result.stride()[:3]))
         return result
 
-    def allocate(self, memory: Memory) -> None:
+    def allocate(self, sizes: dict[str, int]) -> None:
         """Set the fields of a pass's memory to uninitialised memory on the device of the operands."""
-        like, args = self._tensors[-1], self.args
-        if not memory.is_one_allocation:
-            for name, size in memory.sizes.items():
-                self._tensors.append(like.new_empty(size, dtype=torch.uint8))
-                setattr(args, name, self._tensors[-1].data_ptr())
-            return
-        self._tensors.append(like.new_empty(memory.total, dtype=torch.uint8))
-        address = self._tensors[-1].data_ptr()
-        for name, size in memory.sizes.items():
-            setattr(args, name, address)
-            address += size
+        like, is_small = self._tensors[-1], sum(sizes.values()) <= _ONE_ALLOCATION
+        for piece in [sizes] if is_small else [{name: size} for name, size in sizes.items()]:
+            self._tensors.append(like.new_empty(sum(piece.values()), dtype=torch.uint8))
+            address = self._tensors[-1].data_ptr()
+            for name, size in piece.items():
+                setattr(self.args, name, address)
+                address += size
 
     def _set_bias(self, p: Problem) -> None:
         bias = p.bias_value()

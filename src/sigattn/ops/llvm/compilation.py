@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 from llvmlite import binding
@@ -24,13 +23,13 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
     for name in NAMES:
         library.export_symbol(name)
     try:
-        jit = binding.create_lljit_compiler(processor.target_machine(), use_jit_link=True, suppress_errors=True)
+        jit = binding.create_lljit_compiler(processor.target_machine(), use_jit_link=True)
         return jit, library.link(jit, "sigattn"), processor.registers
     except RuntimeError as error:
-        symbols = ", ".join(undefined_symbols(image)) or "none known"
+        version = ".".join(map(str, binding.llvm_version_info))
         raise RuntimeError(
-            f"sigmoid_attention: backend 'llvm': the kernels for {processor.name!r} cannot be linked (symbols from "
-            f'outside: {symbols}); pass backend="blocked", and please report this. LLVM {_version()}: {error}'
+            f"sigmoid_attention: backend 'llvm': the kernels for {processor.name!r} cannot be linked (LLVM has written "
+            f'which symbols it lacks); pass backend="blocked", and please report this. LLVM {version}: {error}'
         ) from error
 
 
@@ -48,18 +47,3 @@ def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
     return machine.emit_object(module)
-
-
-def undefined_symbols(image: bytes) -> list[str]:
-    """Return the names of the symbols that an object file needs from outside; none if it is not of 64-bit ELF."""
-    if not image.startswith(b"\x7fELF\2"):
-        return []
-    sections = {section.name(): section.data() for section in binding.ObjectFileRef.from_data(image).sections()}
-    names = sections[b".strtab"]
-    symbols = struct.iter_unpack("<IBBHQQ", sections[b".symtab"])  # of which the first is empty
-    starts = [name for name, _, _, section, _, _ in symbols if section == 0 and name]
-    return sorted(names[start : names.index(b"\0", start)].decode() for start in starts)
-
-
-def _version() -> str:
-    return ".".join(map(str, binding.llvm_version_info))

@@ -2,6 +2,7 @@
 
 Factors are float32, or pairs of bfloat16 along the dimension that is summed; both have 32 bits and are called words.
 Sums and all that is elementwise are float32. A microtile in memory is its address and the stride of its rows.
+Hashes are int32, masks bytes.
 """
 
 from __future__ import annotations
@@ -10,22 +11,17 @@ import math
 
 from sigattn.ops import dropout
 from sigattn.ops.llvm.activation import LOG2_E, coarse_sigmoid, sigmoid
-from sigattn.ops.llvm.builder import FLOAT, INT16, Builder, Matrix, Value
-from sigattn.ops.llvm.module import ByteMatrix, Hashes, Index, Module, Number, WordMatrix, Words, function
-from sigattn.ops.llvm.processor import Registers
+from sigattn.ops.llvm.builder import FLOAT, INT16, Builder, Matrix, Pointer, Value
+from sigattn.ops.llvm.module import Module, function
 
 
 class Microtiles(Module):
     """Module with functions on microtiles, each compiled for the numbers of rows with which it is called."""
 
-    registers: Registers
-
     # products
 
     @function
-    def product(
-        self, b: Builder, rows: int, left: WordMatrix, right: Words, size: Index, out: WordMatrix
-    ) -> None:  # fmt: skip
+    def product(self, b: Builder, rows: int, left: Matrix, right: Pointer, size: Value, out: Matrix) -> None:
         """Compute out = left · right for one microtile; right is packed, (size, tile)."""
         columns = self.registers.columns
         sums = [b.vector(0.0)] * (rows * columns)
@@ -37,7 +33,7 @@ class Microtiles(Module):
     @function
     def add_product(
         self, b: Builder, rows: int,
-        left: WordMatrix, column_stride: Index, right: WordMatrix, size: Index, out: WordMatrix, width: Index,
+        left: Matrix, column_stride: Value, right: Matrix, size: Value, out: Matrix, width: Value,
     ) -> None:  # fmt: skip
         """Compute out += left · right, (rows, size) · (size, width)."""
         for first, columns in b.groups(width // b.lanes, self.registers.columns):
@@ -68,8 +64,8 @@ class Microtiles(Module):
     @function
     def weights(
         self, b: Builder, has_alibi: bool, has_mask: bool,
-        rows: Index, scale: Number, bias: WordMatrix, slopes: Words, distance: Index,
-        first: Index, last: Index, count: Index, tile: WordMatrix, mask: ByteMatrix,
+        rows: Value, scale: Value, bias: Matrix, slopes: Pointer, distance: Value,
+        first: Value, last: Value, count: Value, tile: Matrix, mask: Matrix,
     ) -> None:  # fmt: skip
         """Compute P = σ(scale · S + bias) in place of S; 0 for keys that a query does not see.
 
@@ -104,9 +100,7 @@ class Microtiles(Module):
                 scores.store(b.select(visible, weights, zero))
 
     @function
-    def hide(
-        self, b: Builder, rows: Index, tile: WordMatrix, mask: ByteMatrix
-    ) -> None:  # fmt: skip
+    def hide(self, b: Builder, rows: Value, tile: Matrix, mask: Matrix) -> None:
         """Set weights to 0 where a mask of bool is False."""
         with b.loop(0, rows) as r:
             mask_row = mask[r]
@@ -116,7 +110,7 @@ class Microtiles(Module):
                 weights.store(b.select(is_hidden, b.vector(0.0), weights.load_vector()))
 
     @function
-    def add_weights(self, b: Builder, rows: Index, tile: WordMatrix, sums: Words) -> None:
+    def add_weights(self, b: Builder, rows: Value, tile: Matrix, sums: Pointer) -> None:
         """Add the weights of each row to a vector of sums, which has another number for each lane."""
         with b.loop(0, rows) as r:
             total = (sums + r * b.lanes).load_vector()
@@ -126,8 +120,8 @@ class Microtiles(Module):
 
     @function
     def drop(
-        self, b: Builder, rows: Index, row_hashes: Hashes, column_hashes: Hashes, keep_from: Index, keep_scale: Number,
-        tile: WordMatrix,
+        self, b: Builder, rows: Value, row_hashes: Pointer, column_hashes: Pointer, keep_from: Value, keep_scale: Value,
+        tile: Matrix,
     ) -> None:  # fmt: skip
         """Multiply the numbers that dropout keeps by ``keep_scale``, the others by 0 (``ops.dropout``)."""
         smallest, scale, zero = b.splat(keep_from.to_int32()), b.splat(keep_scale), b.vector(0.0)
@@ -142,7 +136,7 @@ class Microtiles(Module):
                 numbers.store(b.select(x >= smallest, scaled, zero))
 
     @function
-    def load_weights(self, b: Builder, rows: Index, weights: WordMatrix, tile: Words) -> None:
+    def load_weights(self, b: Builder, rows: Value, weights: Matrix, tile: Pointer) -> None:
         """Read rows of saved weights into a microtile."""
         with b.loop(0, rows) as r:
             for c in range(self.registers.columns):
@@ -151,7 +145,7 @@ class Microtiles(Module):
                 (tile + (r * self.registers.tile + c * b.lanes)).store(vector)
 
     @function
-    def clear(self, b: Builder, rows: Index, tile: Words) -> None:
+    def clear(self, b: Builder, rows: Value, tile: Pointer) -> None:
         """Set rows of a microtile to 0."""
         with b.loop(0, rows * self.registers.tile, b.lanes) as i:
             (tile + i).store(b.vector(0.0))
@@ -159,7 +153,7 @@ class Microtiles(Module):
     @function
     def grad_scores(
         self, b: Builder, num_sums: int,
-        rows: Index, weights: Words, scale: Number, distance: Index, row_terms: WordMatrix, tile: Words, sums: Words,
+        rows: Value, weights: Pointer, scale: Value, distance: Value, row_terms: Matrix, tile: Pointer, sums: Pointer,
     ) -> None:  # fmt: skip
         """Compute dS = scale · P (1 - P) · (dP - row term) in place of dP, and add sums over each row of dS / scale.
 
@@ -198,16 +192,14 @@ class Microtiles(Module):
     # copies in other orders
 
     @function
-    def transpose(self, b: Builder, rows: WordMatrix, out: Words) -> None:
+    def transpose(self, b: Builder, rows: Matrix, out: Pointer) -> None:
         """Transpose a square of as many rows as a vector has numbers into rows of a tile."""
         vectors = b.transpose([rows[r].load_vector() for r in range(b.lanes)])
         for r, vector in enumerate(vectors):
             (out + r * self.registers.tile).store(vector)
 
     @function
-    def pair_columns(
-        self, b: Builder, rows: Index, tile: WordMatrix, out: WordMatrix
-    ) -> None:  # fmt: skip
+    def pair_columns(self, b: Builder, rows: Value, tile: Matrix, out: Matrix) -> None:
         """Round rows of a microtile to bfloat16, in pairs along the rows; out may be the start of the same row."""
         with b.loop(0, rows) as r:
             for c in range(self.registers.columns):
@@ -215,7 +207,7 @@ class Microtiles(Module):
                 (out[r].of(INT16) + c * b.lanes).store(b.round(vector))
 
     @function
-    def pair_rows(self, b: Builder, rows: int, tile: Words, out: Words) -> None:
+    def pair_rows(self, b: Builder, rows: int, tile: Pointer, out: Pointer) -> None:
         """Round a microtile to bfloat16, in pairs of rows; the last is paired with 0 if it is alone."""
         width = self.registers.tile
         for r in range(0, rows, 2):

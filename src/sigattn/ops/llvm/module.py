@@ -5,42 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 
 from sigattn.ops.llvm.arguments import KernelArguments
-from sigattn.ops.llvm.builder import (
-    FLOAT,
-    INT8,
-    INT32,
-    INT64,
-    POINTER,
-    VOID,
-    Builder,
-    Matrix,
-    Pointer,
-    Value,
-    constant,
-    raw_index,
-)
+from sigattn.ops.llvm.builder import FLOAT, INT64, POINTER, VOID, Builder, Matrix, Pointer, Value, constant, raw_index
 from sigattn.ops.llvm.processor import Registers
 
-# Types of a function's arguments, and of elements in memory. "Words" are float32 or pairs of bfloat16.
-Index: TypeAlias = Value
-Number: TypeAlias = Value
-Words: TypeAlias = Pointer
-Hashes: TypeAlias = Pointer
-WordMatrix: TypeAlias = Matrix
-ByteMatrix: TypeAlias = Matrix
-_TYPES = {
-    "Index": [INT64], "Number": [FLOAT], "Words": [POINTER], "Hashes": [POINTER],
-    "WordMatrix": [POINTER, INT64], "ByteMatrix": [POINTER, INT64],
-}  # fmt: skip
-_ELEMENTS = {"Words": FLOAT, "Hashes": INT32, "WordMatrix": FLOAT, "ByteMatrix": INT8}
 _FIELD_TYPES = {ctypes.c_int64: INT64, ctypes.c_float: FLOAT, ctypes.c_void_p: POINTER}
 
 
@@ -69,7 +44,7 @@ class Module:
     def __init__(self, registers: Registers, per_word: int) -> None:
         self.registers, self.per_word = registers, per_word
         self.module = ir.Module("sigattn")
-        self.functions: dict[tuple[Any, ...], Any] = {}
+        self.functions: dict[str, Any] = {}
 
     def add_function(self, name: str, kinds: list[Any]) -> tuple[Builder, Any]:
         """Add a function without a result; return a builder at its beginning, and the function."""
@@ -125,19 +100,25 @@ def _load(data: Pointer, structure: Any) -> SimpleNamespace:
 def function(method: Callable[..., None]) -> Callable[..., None]:
     """Compile a method of a module as a function, which calls of the method call.
 
-    The method has a builder and the function's arguments, of the types above; an argument of type int or bool is a
-    constant, each value of which has its own function. Functions are not inlined: that doubles the time of compilation.
+    The method has a builder and the function's arguments; one of type int or bool is a constant, each value of which
+    has its own function. Functions are not inlined: that doubles the time of compilation.
     """
-    kinds = [parameter.annotation for parameter in inspect.signature(method).parameters.values()][2:]
+    annotations = [parameter.annotation for parameter in inspect.signature(method).parameters.values()][2:]
+    is_constant = [annotation in ("int", "bool") for annotation in annotations]
 
     @functools.wraps(method)
     def call(module: Module, b: Builder, *arguments: Any) -> None:
-        pairs = list(zip(arguments, kinds, strict=True))
-        key = (method.__name__, *(argument for argument, kind in pairs if kind not in _TYPES))
-        if key not in module.functions:
-            module.functions[key] = _define(module, method, kinds, key)
-        values = [raw for argument, kind in pairs if kind in _TYPES for raw in _raw_values(argument)]
-        b.ir.call(module.functions[key], values)
+        pairs = list(zip(arguments, is_constant, strict=True))
+        name = "_".join([method.__name__, *(str(argument) for argument, constant in pairs if constant)])
+        values = [raw for argument, constant in pairs if not constant for raw in _raw_values(argument)]
+        if name not in module.functions:
+            body, made = module.add_function(name, [raw.type for raw in values])
+            made.linkage = "internal"
+            made.attributes.add("noinline")
+            module.functions[name], parameters = made, iter(made.args)
+            method(module, body, *(a if constant else _parameter(body, a, parameters) for a, constant in pairs))
+            body.ir.ret_void()
+        b.ir.call(module.functions[name], values)
 
     return call
 
@@ -148,20 +129,10 @@ def _raw_values(argument: Any) -> list[Any]:
     return [argument.raw if isinstance(argument, Pointer) else raw_index(argument)]
 
 
-def _define(module: Module, method: Callable[..., None], kinds: list[str], key: tuple[Any, ...]) -> Any:
-    types = [kind for name in kinds for kind in _TYPES.get(name, [])]
-    b, made = module.add_function("_".join(map(str, key)), types)
-    made.linkage = "internal"
-    made.attributes.add("noinline")
-    constants, values, arguments = iter(key[1:]), iter(made.args), []
-    for kind in kinds:
-        if kind not in _TYPES:
-            arguments.append(next(constants))
-        elif kind not in _ELEMENTS:
-            arguments.append(Value(b, next(values)))
-        else:
-            pointer = Pointer(b, next(values), _ELEMENTS[kind])
-            arguments.append(Matrix(pointer, Value(b, next(values))) if len(_TYPES[kind]) == 2 else pointer)
-    method(module, b, *arguments)
-    b.ir.ret_void()
-    return made
+def _parameter(b: Builder, argument: Any, parameters: Iterator[Any]) -> Any:
+    """Return the parameter of a function of which an argument of a call is known."""
+    if isinstance(argument, Matrix):
+        return Matrix(_parameter(b, argument.data, parameters), Value(b, next(parameters)))
+    if isinstance(argument, Pointer):
+        return Pointer(b, next(parameters), argument.element)
+    return Value(b, next(parameters))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sigattn.ops.llvm.arguments import ANYWHERE, BACKWARD_ROWS, FORWARD_ROWS, KernelArguments
 from sigattn.ops.problem import UNLIMITED, log_length_bias, scale_or_default
@@ -13,45 +12,18 @@ if TYPE_CHECKING:
     from sigattn.ops.llvm.calls import Kernels
 
 _LINE = 64  # bytes of a cache line, and of the widest vector
-# Up to this size in bytes, all memory of a call is one allocation (saves 2 µs for each other one). Larger memory is
-# allocated in pieces: glibc would return one big block to the system after every call.
-_ONE_ALLOCATION = 4 << 20
 # multiplications of a product below which one thread is faster than waking another, which may wait for a core
 _ONE_THREAD = 1 << 18
 # bytes for the gradients that each split of the keys has of its own, of as many queries at a time as fit
 _SUMS = 4 << 20
 
 
-class Memory:
-    """Memory of a call.
+class Plan(NamedTuple):
+    """Arguments and memory of a call, as far as its shapes, its scale and its window determine them."""
 
-    Attributes:
-        sizes: bytes for each field of the arguments that points to memory.
-        total: their sum.
-        is_one_allocation: True if all fields point into one tensor.
-    """
-
-    def __init__(self, **sizes: int) -> None:
-        self.sizes = {name: round_up(size, _LINE) for name, size in sizes.items()}
-        self.total = sum(self.sizes.values())
-        self.is_one_allocation = self.total <= _ONE_ALLOCATION
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the shapes of a call, its scale and its window determine.
-
-    Attributes:
-        args: the kernels' arguments without addresses; ``bias_value`` is the paper's rule, -log M.
-        forward, backward: memory of the passes.
-        splits: parts of a head's keys in the backward pass.
-        threads: number of threads.
-    """
-
-    args: KernelArguments
-    forward: Memory
-    backward: Memory
-    splits: int
+    args: KernelArguments  # without addresses; ``bias_value`` is the paper's rule, -log M
+    forward: dict[str, int]  # bytes of the memory of a pass, by the fields of the arguments that point to it
+    backward: dict[str, int]
     threads: int
 
 
@@ -98,7 +70,8 @@ def make_plan(
         backward |= {"query_pairs": parts * head_dim * 2, "grad_out_pairs": parts * value_dim * 2}
         if splits == 1:
             backward |= {"grad_query_sums": parts * head_dim * 4}
-    return Plan(args, Memory(**forward), Memory(**backward), splits, threads)
+    forward, backward = ({name: round_up(size, _LINE) for name, size in sizes.items()} for sizes in (forward, backward))
+    return Plan(args, forward, backward, threads)
 
 
 def number_of_splits(kv_heads: int, tiles: int, threads: int) -> int:

@@ -10,19 +10,12 @@ from llvmlite import binding
 
 
 class Registers(NamedTuple):
-    """Vector registers of a processor, and the microtile that they hold.
+    """Vector registers of a processor, and the microtile that they hold."""
 
-    Attributes:
-        lanes: numbers of float32 in a vector.
-        rows: rows of a microtile, even.
-        columns: vectors in a row of a microtile.
-        has_bf16: True if instructions multiply, add and round bfloat16 (AVX512-BF16).
-    """
-
-    lanes: int
-    rows: int
-    columns: int
-    has_bf16: bool = False
+    lanes: int  # numbers of float32 in a vector
+    rows: int  # of a microtile, even
+    columns: int  # vectors in a row of a microtile
+    has_bf16: bool = False  # instructions multiply, add and round bfloat16 (AVX512-BF16)
 
     @property
     def tile(self) -> int:
@@ -37,19 +30,12 @@ NEON = Registers(lanes=4, rows=6, columns=4)  # 32 registers
 
 
 class Processor(NamedTuple):
-    """Processor to compile for.
-
-    Attributes:
-        registers: its vector registers.
-        name: LLVM's name of it, such as "znver4".
-        features: LLVM's features that differ from those of the name, such as "+avx512bf16,-sse4a".
-        triple: architecture and operating system, such as "aarch64-unknown-linux-gnu".
-    """
+    """Processor to compile for."""
 
     registers: Registers
-    name: str
-    features: str = ""
-    triple: str = binding.get_default_triple()
+    name: str  # LLVM's, such as "znver4"
+    features: str = ""  # LLVM's that differ from those of the name, such as "+avx512bf16,-sse4a"
+    triple: str = binding.get_default_triple()  # architecture and operating system, such as "aarch64-unknown-linux-gnu"
 
     def target_machine(self) -> binding.TargetMachine:
         """Return a new description of the processor for LLVM."""
