@@ -143,7 +143,7 @@ def sigmoid_attention(
     query, key, value = cast_operands(query, key, value)
     shape = None
     if not validation.are_usual(query, key, value):
-        if nested.is_nested(query, key, value):
+        if any(isinstance(t, Tensor) and t.is_nested for t in (query, key, value)):
             nested.check(query, key, value, attn_mask, key_lengths, query_offset)
             return _on_nested(
                 query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,

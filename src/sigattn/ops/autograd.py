@@ -148,7 +148,5 @@ def register_without(library: torch.library.Library, op: Op, message: str) -> No
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError if a tensor has a forward-mode tangent, which only the backend "reference" supports."""
-    if forward_ad._current_level < 0:
-        return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(NO_FORWARD_MODE)

@@ -126,33 +126,28 @@ def _identity(x: Any) -> Any:
 def _add_state(x: Any, state: list[Any]) -> bool:
     """Add what the result of a function depends on: the objects that it refers to, and the versions of tensors.
 
-    Returns:
-        False if it refers to an object whose changes cannot be seen.
+    Returns False if it refers to an object whose changes cannot be seen.
     """
-    if isinstance(x, (*_NUMBERS, types.BuiltinFunctionType, torch.dtype, torch.device)):
-        state.append(x)
-        return True
-    if type(x) is Tensor:
-        state.append(x)
-        if not x.is_inference():  # else it has no version
-            state.append(x._version)
-        return not x.is_inference()
     if isinstance(x, (tuple, list)):
         state.append(len(x))
         return all(_add_state(item, state) for item in x)
     if isinstance(x, functools.partial):
         return _add_state((x.func, x.args, *x.keywords.items()), state)
+    is_known = any(x is known for known in state)
+    state.append(x)
+    if is_known and isinstance(x, types.FunctionType):  # it may call itself
+        return True
     if isinstance(x, types.FunctionType):
-        is_known = any(x is known for known in state)
-        state += [x, x.__code__]
-        if is_known:  # it may call itself
-            return True
+        state.append(x.__code__)
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
         named = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
         return _add_state((cells, named, x.__defaults__, *(x.__kwdefaults__ or {}).items()), state)
-    state.append(x)
+    if type(x) is Tensor and not x.is_inference():  # else it has no version
+        state.append(x._version)
+        return True
     package = x.__name__ if isinstance(x, types.ModuleType) else x.__module__ if isinstance(x, type) else ""
-    return package.partition(".")[0] in _UNCHANGING
+    is_constant = isinstance(x, (*_NUMBERS, types.BuiltinFunctionType, torch.dtype, torch.device))
+    return is_constant or package.partition(".")[0] in _UNCHANGING
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

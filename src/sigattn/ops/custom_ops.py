@@ -149,7 +149,11 @@ class Operator(Generic[P]):
         library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(f"sigattn::{name}", fake, lib=library)
         op = getattr(torch.ops.sigattn, name).default
-        vmap.register(library, op, vmap_rule)
+
+        def map_slices(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+            return vmap_rule(op, info.batch_size, [d if isinstance(d, int) else None for d in in_dims], args)
+
+        torch.library.register_vmap(op, map_slices, lib=library)
         FLOP_FORMULAS[op.overloadpacket] = num_flops
         return op
 

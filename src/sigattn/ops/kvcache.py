@@ -100,7 +100,9 @@ def _append(
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
     if starts.device.type == "cpu":
-        check_cache_bounds(_NAME, starts + new, starts if starts.shape[0] else None, table, len(key_cache), capacity)
+        check_cache_bounds(
+            _NAME, starts + new, starts, table, len(key_cache), capacity, "the index of the first new key"
+        )
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new], value_cache[b, start : start + new] = key[b], value[b]
@@ -220,7 +222,6 @@ def sigmoid_kvcache_attention(
     seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
     if key is not None and value is not None:  # checked before the cache is changed
         new_seqlens = seqlens + key.shape[1]
-        check_cache_bounds(_NAME, seqlens, None, None, pages, capacity)
         check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
         append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
         seqlens = new_seqlens

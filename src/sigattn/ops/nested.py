@@ -16,11 +16,6 @@ from sigattn.ops import validation
 _NAME = "sigmoid_attention"
 
 
-def is_nested(*tensors: Any) -> bool:
-    """Return True if one of the arguments is a nested tensor."""
-    return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
-
-
 def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
     """Raise unless query, key and value are jagged, with the same batch, and key and value with the same lengths."""
     options = {"attn_mask": attn_mask, "key_lengths": key_lengths, "query_offset": query_offset or None}

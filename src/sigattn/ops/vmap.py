@@ -12,17 +12,9 @@ from torch._ops import OpOverload
 from sigattn.ops.gradients import NeedsGrad, Result
 from sigattn.ops.problem import Problem
 
+# called with the op, the number of slices, the mapped dimension of each argument, and the arguments
 Rule = Callable[[OpOverload, int, Sequence[int | None], Sequence[Any]], tuple[Any, Any]]
 _FOLDED = 7  # query, key, value, bias, attn_mask, alibi_slopes and key_lengths have a batch dimension
-
-
-def register(library: torch.library.Library, op: OpOverload, rule: Rule) -> None:
-    """Register a rule, called with the op, the number of slices, the mapped dimension of each argument, and these."""
-
-    def kernel(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        return rule(op, info.batch_size, [d if isinstance(d, int) else None for d in in_dims], args)
-
-    torch.library.register_vmap(op, kernel, lib=library)
 
 
 def by_slices(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
