@@ -85,9 +85,8 @@ class TestDocuments:
         found = Documents.from_end_token(self.TOKENS, 0)
         assert found.cu_seqlens.tolist() == [0, 3, 7, 8, 12, 24]
         assert found.cu_seqlens.dtype is torch.int32
-        assert found.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
+        assert found.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3], [*range(12)]]
         assert found.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
-        assert found.positions[1].tolist() == list(range(12))
 
     @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
     @pytest.mark.parametrize(
@@ -100,34 +99,25 @@ class TestDocuments:
             {"attention_bias": 0.0, "length_power": 0.5, "norm_placement": "hybrid"},
             {"attention_bias": "log_visible"},
             {"activation": "relu2", "length_power": 1.0},
+            {"attention_bias": "log_visible", "learn_bias": "quadratic"},
+            {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic"},
         ],
         ids=str,
     )
     def test_as_if_alone(self, settings):
-        torch.manual_seed(0)
         model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
-        together = model(self.TOKENS, documents=Documents.from_end_token(self.TOKENS, 0))
-        for row, parts in enumerate(self.PARTS):
-            for part in parts:
-                alone = model(self.TOKENS[row : row + 1, part])[0]
-                torch.testing.assert_close(together[row, part], alone, rtol=1e-5, atol=1e-5)
-        loss = together.square().sum()
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        alone = sum(model(self.TOKENS[r : r + 1, p]).square().sum() for r, ps in enumerate(self.PARTS) for p in ps)
-        for ours, theirs in zip(gradients, torch.autograd.grad(alone, list(model.parameters())), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-    @pytest.mark.parametrize(("position", "rule"), [("rope", "log_visible"), ("alibi", "log_alibi")])
-    def test_a_bias_of_queries_and_their_document(self, position, rule):
-        torch.manual_seed(0)
-        settings = {"position": position, "attention_bias": rule, "learn_bias": "quadratic"}
-        model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
-        for block in model.blocks:
-            for parameter in block.attention.attention_bias.query_term.parameters():
+        for name, parameter in model.named_parameters():
+            if "query_term" in name:
                 torch.nn.init.normal_(parameter)
         together = model(self.TOKENS, documents=Documents.from_end_token(self.TOKENS, 0))
-        for part in self.PARTS[0]:
-            torch.testing.assert_close(together[:1, part], model(self.TOKENS[:1, part]), rtol=1e-5, atol=1e-5)
+        documents = [(row, part) for row, parts in enumerate(self.PARTS) for part in parts]
+        alone = [model(self.TOKENS[row : row + 1, part])[0] for row, part in documents]
+        for (row, part), logits in zip(documents, alone, strict=True):
+            torch.testing.assert_close(together[row, part], logits, rtol=1e-5, atol=1e-5)
+        losses = together.square().sum(), sum(logits.square().sum() for logits in alone)
+        gradients = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
     def test_what_cannot_be(self):
         documents = Documents.from_end_token(self.TOKENS, 0)
