@@ -315,8 +315,10 @@ def test_memory_errors_advise(error, tmp_path, monkeypatch, capsys):
 
 def test_full_disk_while_safetensors_writes(run, tmp_path, monkeypatch, capsys):
     error = pytest.importorskip("safetensors").SafetensorError("I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr("safetensors.torch.save_file", raising(error))
-    mistake(["train", *TINY, "--folder", tmp_path / "new"], DATA, "model.safetensors: I/O error: No space left", capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", raising(error))
+        arguments = ["train", *TINY, "--folder", tmp_path / "new"]
+        mistake(arguments, DATA, "model.safetensors: I/O error: No space left", capsys)
     assert not list((tmp_path / "new" / "model").glob("*.safetensors*"))
     pytest.importorskip("transformers")
     monkeypatch.setattr("sigattn.integrations.transformers.model.export", raising(error))

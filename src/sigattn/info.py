@@ -25,35 +25,29 @@ def list_devices() -> list[torch.device]:
 
 def describe() -> str:
     """Return the text that ``sigattn info`` prints."""
+    devices = list_devices()
     lines = [
         f"sigattn {sigattn.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"CPU: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"{torch.backends.cpu.get_cpu_capability()}",
+        *(f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else d.type}" for d in devices[1:]),
     ]
-    accelerators = list_devices()[1:]
-    for d in accelerators:
-        lines.append(f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else d.type}")
-    if not accelerators:
+    if len(devices) == 1:
         lines.append("no accelerator that PyTorch can use")
-    for device in list_devices():
-        lines.append(f"\non {device}:")
-        lines += _backends(device)
+    for device in devices:
+        lines += [f"\non {device}:", *_backends(device)]
     return "\n".join(lines)
 
 
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
-    lines = []
-    problems = {}
-    for dtype in _DTYPES:
-        t = torch.empty(1, 1, 128, 64, device=device, dtype=dtype)
-        problems[str(dtype).removeprefix("torch.")] = Problem(t, t, t)
+    tensors = {str(d).removeprefix("torch."): torch.empty(1, 1, 128, 64, device=device, dtype=d) for d in _DTYPES}
+    problems = {dtype: Problem(t, t, t) for dtype, t in tensors.items()}
     defaults = {dtype: DENSE.choose(problem, None) for dtype, problem in problems.items()}
+    lines = []
     for name, backend in DENSE.backends.items():
         reasons = {dtype: backend.unavailable(problem) for dtype, problem in problems.items()}
-        supported = [
-            f"{dtype} (default)" if defaults[dtype] == name else dtype for dtype, r in reasons.items() if r is None
-        ]
+        supported = [f"{d} (default)" if defaults[d] == name else d for d, reason in reasons.items() if reason is None]
         lines.append(f"  {name:<10} {', '.join(supported) or 'nothing'}")
         lines += [f"             not {dtype}: {reason}" for dtype, reason in reasons.items() if reason is not None]
     return lines

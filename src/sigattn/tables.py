@@ -10,24 +10,12 @@ from rich.table import Table
 
 
 def print_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str | None = None,
-    right: Collection[str] = (),
-    min_width: int = 0,
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Collection[str] = ()
 ) -> None:
-    """Print a table of text. The columns ``right`` are aligned on the right; ``min_width`` is that of the console.
-
-    The first column, of names, is not broken over lines.
-    """
+    """Print a table of text. The columns ``right`` are aligned on the right; the first is not broken over lines."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(
-            column, justify="right" if column in right else "left", no_wrap=min_width > 0 or column == columns[0]
-        )
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=column == columns[0])
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.width = max(console.width, min_width)
-    console.print(table)
+    Console().print(table)

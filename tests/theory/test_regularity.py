@@ -13,6 +13,9 @@ from tests.ops.cases import COMPILER_NOISE
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch's, of forward mode
 
 
+ONE = torch.ones(1, 1, dtype=torch.float64)
+
+
 def draw(activation, seed, n=7, d=4, **options):
     g = torch.Generator().manual_seed(seed)
     return closed_form.random_head(d, activation, g, **options), torch.randn(n, d, generator=g, dtype=torch.float64)
@@ -36,10 +39,12 @@ def test_norm_is_the_largest_finite_difference_ratio():
     assert ((head(x + step * direction) - head(x)).norm() / step).item() == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_norms_stay_below_their_bounds(seed):
-    size = 10.0 ** (seed % 3 - 1)
-    for activation, bound in (("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)):
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(
+    ("activation", "bound"), [("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)]
+)
+def test_norms_stay_below_their_bounds(activation, bound, size):
+    for seed in range(5):
         head, x = draw(activation, seed, std=size)
         assert jacobian_norm(head, x) <= bound(head, x)
 
@@ -51,31 +56,24 @@ def test_search_finds_no_violation_of_theorem_3_2():
     assert max(climbed) > 0.9  # the bound is nearly attained
 
 
-@pytest.mark.parametrize("radius", [1.0, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("radius", [1.0, 2.0, 4.0])
 def test_exponential_softmax_norm_where_sigmoid_stays_bounded(radius):
-    one = torch.ones(1, 1, dtype=torch.float64)
     x = regularity.exponential_sequence(radius)
     assert x.abs().max() <= radius
-    softmax, sigmoid = (Head(one, one, one, a, scale=1.0) for a in ("softmax", "sigmoid"))
+    softmax, sigmoid = (Head(ONE, ONE, ONE, a, scale=1.0) for a in ("softmax", "sigmoid"))
     assert jacobian_norm(softmax, x) >= regularity.exponential_lower_bound(radius)
     assert jacobian_norm(sigmoid, x) <= regularity.sigmoid_bound(sigmoid, x)
     if radius >= 2:
         assert regularity.exponential_lower_bound(radius) > 0.4 * (1 + radius**2 / 8) * math.exp(radius**2 / 8) / 2
 
 
-def unbounded_sequence(radius, n):
-    """Return tokens at which dot-product attention's Jacobian grows like R²: one at 0, others at ±R (Kim et al.)."""
-    signs = torch.tensor([0.0] + [(-1.0) ** i for i in range(n - 1)], dtype=torch.float64)
-    return radius * signs.unsqueeze(-1)
-
-
-def test_neither_attention_is_globally_lipschitz():
-    one = torch.ones(1, 1, dtype=torch.float64)
-    for activation in ("softmax", "sigmoid"):
-        head = Head(one, one, one, activation, scale=1.0)
-        norms = [jacobian_norm(head, unbounded_sequence(r, 5)) for r in (2.0, 4.0, 8.0)]
-        assert norms[1] > 2.5 * norms[0]
-        assert norms[2] > 2.5 * norms[1]
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_neither_attention_is_globally_lipschitz(activation):
+    """The Jacobian grows like R² at one token at 0 and others at ±R (Kim et al.)."""
+    signs = torch.tensor([[0.0], [1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
+    norms = [jacobian_norm(Head(ONE, ONE, ONE, activation, scale=1.0), r * signs) for r in (2.0, 4.0, 8.0)]
+    assert norms[1] > 2.5 * norms[0]
+    assert norms[2] > 2.5 * norms[1]
 
 
 def test_bound_needs_the_scale_in_its_matrix():

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from sigattn.cli.parsing import parse
-from sigattn.cli.progress import TrainingProgress
-from sigattn.cli.runs import check_run_folder, run_training, write_run
+from sigattn.cli.runs import TrainingProgress, check_run_folder, run_training, write_run
 from sigattn.demo import report
 from sigattn.demo import training as demo
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
