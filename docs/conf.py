@@ -106,8 +106,15 @@ def readable_signature(*event: Any) -> tuple[str | None, str | None]:
     return signature and signature.replace("<factory>", "..."), returned
 
 
+def skip_inherited_texts(*event: Any) -> bool | None:
+    """Leave out what has only Python's or PyTorch's text: extra_repr, and fields of a named tuple (described above)."""
+    _, _, name, member, *_ = event
+    return True if name == "extra_repr" or (member.__doc__ or "").startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """Register the functions above."""
+    app.connect("autodoc-skip-member", skip_inherited_texts)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("builder-inited", write_reference)
     app.connect("doctree-resolved", link_names)
