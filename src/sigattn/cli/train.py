@@ -127,7 +127,7 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
 
 
 def train_demo(options: demo.DemoConfig) -> None:
-    """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
+    """Train one softmax and two sigmoid language models on text (about 4 minutes on 2 cores), and write a report."""
     folder = options.run_folder
     if options.resume and not any(list_checkpoints(folder / name / "checkpoints") for name in demo.MODELS):
         print(f"nothing to resume in {folder}: starting")
