@@ -25,7 +25,7 @@ from sigattn.data.text import TextData
 from sigattn.models.vision import SIZES
 from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
-from sigattn.train import loop, metrics, trainer
+from sigattn.train import loop, metrics
 from sigattn.validation import check_at_least, check_positive
 
 
@@ -75,7 +75,7 @@ def benchmark_training(config: TrainingBenchmark) -> None:
         for name, activation in results.remaining(jobs):
             try:
                 row = {"model": name, "activation": activation, **_measure(*jobs[name, activation], config)}
-            except trainer.Interrupted:
+            except loop.Interrupted:
                 raise KeyboardInterrupt from None
             results.add((name, activation), [row])
             print(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
@@ -117,7 +117,7 @@ def _measure(recipe: Recipe, data: Data, config: TrainingBenchmark) -> dict[str,
     )
     start = time.perf_counter()
 
-    def stop_in_time(_: trainer.Row) -> None:
+    def stop_in_time(_: loop.Row) -> None:
         if time.perf_counter() - start > config.seconds:
             raise _TimeIsUpError
 

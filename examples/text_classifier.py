@@ -38,10 +38,6 @@ class TextClassifierConfig(TransformerConfig):
     def build(self):
         return TextClassifier(self)
 
-    @property
-    def tokens_per_sample(self):
-        return float(self.max_seq_len)
-
     def example_inputs(self, batch_size=2):
         """Return tokens and lengths."""
         lengths = torch.linspace(self.max_seq_len, 1 + self.max_seq_len // 2, batch_size).long()

@@ -36,9 +36,8 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.optional import require
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
-from sigattn.train.interrupt import StopRequest
+from sigattn.train.loop import Trainer
 from sigattn.train.metrics import MetricsLog, read_metrics
-from sigattn.train.trainer import Trainer
 
 SOFTMAX, LENGTH, VISIBLE, ZERO = "softmax", "-log n", "-log visible", "b = 0"
 OFFSETS = {f"normalized, -log n{f' - {offset}' if offset else ''}": offset for offset in (0, 3, 6, 10)}
@@ -102,10 +101,10 @@ class ByteLanguageModelling(LanguageModelling):
 def train(task: ByteLanguageModelling, sizes: LanguageModelConfig, training: TrainConfig, text: TextData) -> Any:
     """Train one model; return held-out bits per byte by step, and at the end by evaluation and length."""
     torch.manual_seed(training.seed)
-    with tempfile.TemporaryDirectory() as name, StopRequest() as request:
-        trainer = Trainer.build(task, sizes, training, text, init_process_mesh(), Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        trainer = Trainer(task, sizes, training, text, init_process_mesh(), Path(name))
         log = MetricsLog(Path(name))
-        trainer.train(0, {}, request, log, lambda _: None)
+        trainer.train(0, {}, log)
         log.close()
         rows = read_metrics(Path(name) / "metrics.jsonl")
     curve = {row["step"] + 1: row["validation_bits"] for row in rows if "validation_bits" in row}

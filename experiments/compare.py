@@ -172,7 +172,7 @@ def _value(measure: str, outcome: sweep.Outcome) -> float:
 def _evaluate(measure: str, outcome: sweep.Outcome) -> float:
     """Return the top-1 accuracy of a trained backbone, by a linear probe or fine-tuned."""
     backbone = outcome.load_model()
-    training, held_out = Digits(strength=0.0).train_and_held_out()
+    training, held_out = Digits().train_and_held_out()
     if measure == "fine-tune":
         return fine_tune(backbone, training, held_out)
     return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))

@@ -52,10 +52,6 @@ class SequenceModelConfig(TransformerConfig):
     def build(self) -> SequenceModel:
         return SequenceModel(self)
 
-    @property
-    def tokens_per_sample(self) -> float:
-        return float(self.seq_len)
-
     def tiny(self) -> SequenceModelConfig:
         return replace(super().tiny(), num_layers=self.num_layers, mlp_dims=(64, 64))
 

@@ -116,7 +116,7 @@ def _parts(data: Sequence[Row]) -> list[str]:
 
 def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     """Return held-out strings grouped by number of digits; the last group is longer than any string in training."""
-    _, strings, archive = spoken_digits(
+    _, strings = spoken_digits(
         sweep.recordings_path(setting), training=1, held_out=setting.scaled(24, 160, 160), longest=DIGITS[-1]
     )
     assert isinstance(recipe.model, SpeechModelConfig)
@@ -124,7 +124,7 @@ def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     parts = {}
     for fewest, most in zip((0, *DIGITS), DIGITS, strict=False):
         if part := [u for u in strings if fewest < len(u.pieces) <= most]:
-            parts[f"{fewest + 1}-{most} digits"] = Speech((), part, tokens, num_mel_bins=mels, archive=archive)
+            parts[f"{fewest + 1}-{most} digits"] = Speech((), part, tokens, num_mel_bins=mels)
     return parts
 
 

@@ -21,7 +21,7 @@ from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.folder_lock import LOCK_FILE, lock_folder
-from sigattn.train.trainer import NonFiniteLossError
+from sigattn.train.loop import NonFiniteLossError
 
 RESULT_FILE, IDENTITY_FILE = "done.json", "settings.txt"
 DEFAULT_TEXT = "CPython's documentation, as bytes"  # what load_dataset gives a language model without a path

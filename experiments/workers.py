@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from sigattn.train.trainer import Interrupted
+from sigattn.train.loop import Interrupted
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -174,7 +174,7 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one = said(capsys, "recipes", "asr-ls100-post").replace("\n", " ")
-    for expected in ("word error rate", "parameters: ", "tokens trained on: ", "H100 hours"):
+    for expected in ("word error rate", "parameters: "):
         assert expected in one
     assert "train vit-mae-tiny-softmax --help" in said(capsys, "recipes", "vit-mae-tiny-softmax")
 

@@ -60,8 +60,8 @@ def configurations():
     kinds = {SamplingConfig}
     for command in EVERY_COMMAND:
         kinds.update(t for t in typing.get_type_hints(command).values() if dataclasses.is_dataclass(t))
-    for make in RECIPES.values():
-        for recipe in (make(), make().tiny()):
+    for base in RECIPES.values():
+        for recipe in (base, base.tiny()):
             kinds.update(type(part) for part in (recipe.model, recipe.task, recipe.training))
     return sorted(kinds, key=lambda kind: kind.__name__)
 

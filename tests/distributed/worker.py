@@ -16,7 +16,7 @@ from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
-from sigattn.train import loop, trainer
+from sigattn.train import loop
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError
 
@@ -38,7 +38,7 @@ def setting(kind):
         return Classification(), VISION, Digits()
     if kind in ("contrast", "teacher"):
         task = SimCLR if kind == "contrast" else BYOL
-        return task(projector_dim=16, output_dim=8), VISION, Digits(num_views=2, labels=False)
+        return task(projector_dim=16, output_dim=8), VISION, Digits(num_views=2)
     model = LANGUAGE
     if kind == "rope":
         model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
@@ -88,7 +88,7 @@ def run(jobs):
             config = replace(config, learning_rate=1e-4)
         try:
             loop.train(task, model, config, data, Path(job["folder"]), resume=job.get("resume", False), on_row=stop)
-        except trainer.Interrupted as stop:
+        except loop.Interrupted as stop:
             assert "stop_after" in job or "terminate" in job
             if "terminate" in job:
                 (Path(job["folder"]) / f"stopped-{torch.distributed.get_rank()}").write_text(f"{stop.signal} {stop}")

@@ -29,10 +29,9 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig
-from sigattn.train.interrupt import StopRequest
+from sigattn.train.loop import Interrupted, NonFiniteLossError, StopRequest
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
-from sigattn.train.trainer import Interrupted, NonFiniteLossError
 from sigattn.validation import SettingsError
 
 MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)

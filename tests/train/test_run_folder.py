@@ -14,10 +14,10 @@ import torch
 from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
-from sigattn.train import checkpoint, loop, metrics, trainer
+from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
-from sigattn.train.trainer import NonFiniteLossError
+from sigattn.train.loop import NonFiniteLossError
 from tests.test_cli import contents, failure
 
 MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)
@@ -159,7 +159,7 @@ class TestFiniteCheckpoints:
 
     def test_non_finite_checkpoint_raises(self, tmp_path, text, monkeypatch):
         self.ruin(monkeypatch, 6)
-        monkeypatch.setattr(trainer.Trainer, "_check_weights", lambda *_: None)
+        monkeypatch.setattr(loop.Trainer, "_check_weights", lambda *_: None)
         monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": 1.0})
         train(text, tmp_path)
         monkeypatch.undo()

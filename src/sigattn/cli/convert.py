@@ -126,7 +126,7 @@ def _read(source: Path, model_folder: Path) -> tuple[Recipe, Path | None, Path |
 
 def _recipe_of_model(source: Path, config: Any) -> Recipe:
     """Return a tiny recipe, whose task and data are those of a model without a run, with the model's configuration."""
-    recipes = [recipe for make in RECIPES.values() if type((recipe := make().tiny()).model) is type(config)]
+    recipes = [recipe.tiny() for recipe in RECIPES.values() if type(recipe.model) is type(config)]
     recipes = [recipe for recipe in recipes if _saves_all_layers(recipe.softmax())]  # softmax: does not warn
     if len({type(recipe.task) for recipe in recipes}) != 1:
         raise SettingsError(f"{source} holds a model of {type(config).__name__} without a run: name the run's folder")

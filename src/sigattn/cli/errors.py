@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sigattn.train.trainer import Interrupted
+from sigattn.train.loop import Interrupted
 from sigattn.validation import SettingsError, UserError
 
 MEMORY_ADVICE = (

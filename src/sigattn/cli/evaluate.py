@@ -105,7 +105,7 @@ def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = 
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
     path = data or path
     if path is None:
-        parts = [extract_features(model, [part]) for part in Digits(strength=0.0).train_and_held_out()]
+        parts = [extract_features(model, [part]) for part in Digits().train_and_held_out()]
     else:
         images = ImageFolder(path, model.config.image_size, "none")
         train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -61,17 +60,11 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
         settings = getattr(recipe, name)
         fields.append((name, type(settings), dataclasses.field(default=settings)))
     kind = dataclasses.make_dataclass("Train", fields, frozen=True, kw_only=True)
-    text = f"{_documentation(recipe.name)}\n\nWith --tiny it is the small form for a CPU; with --softmax the attention "
+    text = f"{recipe.documentation()}\n\nWith --tiny it is the small form for a CPU; with --softmax the attention "
     text += "is softmax."
     options: Any = parse(lambda: tyro.cli(kind, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
     check_at_least(0, options, "workers")
     return options
-
-
-def _documentation(name: str) -> str:
-    """Return the documentation of the recipe of which ``name`` is a variant."""
-    base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
-    return inspect.getdoc(RECIPES[base]) or ""
 
 
 def _train(recipe: Recipe, name: str, options: Any) -> None:
@@ -112,10 +105,8 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
         warnings.filterwarnings("ignore", ".*Ramapuram")
         if name is not None:
             recipe = find_recipe(name)
-            print(f"{_documentation(name)}\n")
+            print(f"{recipe.documentation()}\n")
             print(f"parameters: {recipe.parameters():,}")
-            print(f"tokens trained on: {recipe.tokens():.3g}")
-            print(f"H100 hours at 40 % of its peak (estimated): {recipe.gpu_hours():.3g}")
             print(f"sigattn train {name} --help lists every setting.")
             return
         guide = {name: list(find_recipe(name).guide_row().values()) for name in RECIPES}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from sigattn.data.dataset import DataError, UnreadableFiles
-from sigattn.data.speech import Utterance, read_archive
+from sigattn.data.speech import Utterance, open_recording, read_archive
 from sigattn.optional import require
 
 _FSDD_NAME = re.compile(r"\d_[^_]+_\d+")  # digit, speaker, index
-_Recording = tuple[tuple[Path, float, float], str, float]  # piece of an utterance, word, seconds
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -49,7 +47,7 @@ def librispeech(root: Path, parts: Sequence[str], unreadable: UnreadableFiles | 
                 texts[transcript.parent / f"{name}.flac"] = text
         if len(texts) == before:
             raise DataError(f"looked for {folder}/SPEAKER/CHAPTER/*.trans.txt (LibriSpeech's layout) and found none")
-    seconds = _durations({path: path for path in texts}, unreadable)
+    seconds = _durations(texts, unreadable)
     return [Utterance(((path, 0.0, math.inf),), text, seconds[path]) for path, text in texts.items() if path in seconds]
 
 
@@ -87,8 +85,8 @@ def spoken_digits(
     held_out: int = 200,
     longest: int = 7,
     unreadable: UnreadableFiles | None = None,
-) -> tuple[list[Utterance], list[Utterance], Path | None]:
-    """Return strings of spoken digits: 1 to ``longest`` concatenated FSDD recordings of one speaker.
+) -> tuple[list[Utterance], list[Utterance]]:
+    """Return training and held-out strings of 1 to ``longest`` spoken digits: FSDD recordings of one speaker.
 
     Args:
         source: the Free Spoken Digit Dataset: the folder ``recordings``, its parent, or a .tar.gz of either.
@@ -97,43 +95,41 @@ def spoken_digits(
         longest: largest number of digits per string.
         unreadable: collects the recordings that are broken, which are left out.
 
-    Returns:
-        Training strings, held-out strings, and the archive if ``source`` is one, otherwise None.
-
     Raises:
         DataError: if there are no recordings, or most of them cannot be read.
         MissingPackageError: if soundfile is missing.
     """
-    archive = source if source.is_file() else None
     folder = source / "recordings" if (source / "recordings").is_dir() else source
-    files: dict[Path, Path | bytes] = {path: path for path in sorted(folder.glob("*.wav"))}
-    if archive is not None:
-        files = {Path(name): content for name, content in read_archive(archive).items()}
-    durations = _durations({p: f for p, f in files.items() if _FSDD_NAME.fullmatch(p.stem)}, unreadable)
+    files = read_archive(source) if source.is_file() else folder.glob("*.wav")
+    durations = _durations(sorted(path for path in files if _FSDD_NAME.fullmatch(path.stem)), unreadable)
     strings = []
     for is_test, count in ((False, training), (True, held_out)):
-        by_speaker: dict[str, list[_Recording]] = defaultdict(list)
-        for path in sorted(durations):
+        by_speaker: dict[str, list[Utterance]] = defaultdict(list)
+        for path, seconds in durations.items():
             digit, speaker, index = path.stem.split("_")
             if (int(index) < 5) == is_test:
-                by_speaker[speaker].append(((path, 0.0, math.inf), DIGITS[int(digit)], durations[path]))
+                by_speaker[speaker].append(Utterance(((path, 0.0, math.inf),), DIGITS[int(digit)], seconds))
         if not by_speaker:
             raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
+        speakers = [by_speaker[speaker] for speaker in sorted(by_speaker)]
         generator = torch.Generator().manual_seed(int(is_test))
-        strings.append([_draw_string(by_speaker, longest, generator) for _ in range(count)])
-    return strings[0], strings[1], archive
+        strings.append([_draw_string(speakers, longest, generator) for _ in range(count)])
+    return strings[0], strings[1]
 
 
-def _draw_string(by_speaker: dict[str, list[_Recording]], longest: int, generator: torch.Generator) -> Utterance:
-    """Draw a speaker and 1 to ``longest`` of the speaker's recordings."""
-    recordings = by_speaker[sorted(by_speaker)[_draw(len(by_speaker), generator)]]
-    drawn = [recordings[_draw(len(recordings), generator)] for _ in range(1 + _draw(longest, generator))]
-    pieces, words, seconds = zip(*drawn, strict=True)
-    return Utterance(pieces, " ".join(words), sum(seconds))
+def _draw_string(speakers: list[list[Utterance]], longest: int, generator: torch.Generator) -> Utterance:
+    """Draw a speaker and 1 to ``longest`` of the speaker's digits."""
 
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
 
-def _draw(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(limit, (), generator=generator))
+    digits = speakers[draw(len(speakers))]
+    drawn = [digits[draw(len(digits))] for _ in range(1 + draw(longest))]
+    return Utterance(
+        tuple(piece for digit in drawn for piece in digit.pieces),
+        " ".join(digit.text for digit in drawn),
+        sum(digit.seconds for digit in drawn),
+    )
 
 
 def _lines(file: Path) -> list[str]:
@@ -145,15 +141,15 @@ def _lines(file: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(";;")]
 
 
-def _durations(files: Mapping[Path, Path | bytes], unreadable: UnreadableFiles | None) -> dict[Path, float]:
+def _durations(recordings: Iterable[Path], unreadable: UnreadableFiles | None) -> dict[Path, float]:
     """Return the duration in seconds of each readable recording; add the others to ``unreadable``."""
     soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
-    unreadable = UnreadableFiles("recording") if unreadable is None else unreadable
-    unreadable.total += len(files)
+    unreadable, paths = UnreadableFiles("recording") if unreadable is None else unreadable, list(recordings)
+    unreadable.total += len(paths)
     durations: dict[Path, float] = {}
-    for name, file in files.items():
+    for path in paths:
         try:
-            durations[name] = soundfile.info(io.BytesIO(file) if isinstance(file, bytes) else file).duration
+            durations[path] = soundfile.info(open_recording(path)).duration
         except Exception as error:  # decoders raise many types of errors for broken files
-            unreadable.add(str(name), f"{type(error).__name__}: {error}")
+            unreadable.add(str(path), f"{type(error).__name__}: {error}")
     return durations

@@ -70,7 +70,6 @@ class ImageFolder(Data):
         size: height and width in pixels.
         augmentation: "none", "crop" (random resized crop and flip), "randaugment" (crop and RandAugment), "simclr" (two
             views with colour jitter and blur), or "multicrop" (DINO's two large and eight small views).
-        labels: include labels in the batches; ignored if there are several views.
         jitter: strength of the colour jitter.
         workers: number of processes that read images; 0 reads in this process.
 
@@ -84,7 +83,6 @@ class ImageFolder(Data):
         size: int,
         augmentation: Augmentation,
         *,
-        labels: bool = True,
         jitter: float = 0.5,
         workers: int = 0,
     ) -> None:
@@ -93,7 +91,6 @@ class ImageFolder(Data):
         self.root = root
         self.size = size
         self.augmentation = augmentation
-        self.labels = labels
         self.jitter = jitter
         self.workers = workers
         self.unreadable: UnreadableFiles = UnreadableFiles("image", len(self._train) + len(self._held))
@@ -122,7 +119,7 @@ class ImageFolder(Data):
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return images (B, 3, size, size), one tensor per view, and labels (B,) if there is one view."""
         chosen = draw_samples(len(self._train), step, size, seed)[shard[0] :: shard[1]]
-        return self._collate([self._sample(i, epoch, seed) for i, epoch in chosen])
+        return _collate([self._sample(i, epoch, seed) for i, epoch in chosen])
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over the held-out images in order; they are augmented only if the augmentation makes views.
@@ -130,17 +127,15 @@ class ImageFolder(Data):
         Raises:
             DataError: if no image can be read.
         """
-        read = 0
+        is_readable = False
         vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
         for start in range(0, len(self._held), size):
-            samples = []
-            for i, (path, label) in enumerate(self._held[start : start + size], start):
-                if (image := self._read(path)) is not None:
-                    samples.append((self._varied(image, vary, i), label))
-            if samples:
-                read += len(samples)
-                yield self._collate(samples)
-        if not read:
+            held_out = enumerate(self._held[start : start + size], start)
+            samples = [(self._load(path, vary, i), label) for i, (path, label) in held_out]
+            if readable := [(image, label) for image, label in samples if image is not None]:
+                is_readable = True
+                yield _collate(readable)
+        if not is_readable:
             raise DataError(f"no held-out image of {self.root} can be read")
 
     @functools.cached_property
@@ -155,39 +150,36 @@ class ImageFolder(Data):
         return len(self._train)
 
     def _sample(self, index: int, epoch: int, seed: int) -> tuple[Any, int]:
-        for offset in range(len(self._train)):  # the first readable image from index on
+        """Return the image of an index, or the first readable one after it, augmented, and its label."""
+        drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
+        for offset in range(len(self._train)):
             path, label = self._train[(index + offset) % len(self._train)]
-            if (image := self._read(path)) is None:
-                continue
-            drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
-            return self._varied(image, self._vary, drawn), label
+            if (image := self._load(path, self._vary, drawn)) is not None:
+                return image, label
         raise DataError(f"no image of {self.root} can be read")
 
-    @staticmethod
-    def _varied(image: Any, vary: Callable[[Any], Any], drawn: int) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(drawn)
-            return vary(image)
-
-    def _read(self, path: Path) -> Any:
-        """Return an image, or None if it cannot be read."""
+    def _load(self, path: Path, vary: Callable[[Any], Any], seed: int) -> Any:
+        """Return an augmented image, or None if it cannot be read."""
         from PIL import Image
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(path) as image:
-                    return image.convert("RGB")
+                with Image.open(path) as file:
+                    image = file.convert("RGB")
         except Exception as error:
             self.unreadable.add(str(path), f"{type(error).__name__}: {error}")
             return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return vary(image)
 
-    def _collate(self, samples: list[tuple[Any, int]]) -> Batch:
-        images, labels = zip(*samples, strict=True)
-        if isinstance(images[0], list):
-            return tuple(torch.stack(view) for view in zip(*images, strict=True))
-        stacked = torch.stack(images)
-        return (stacked, torch.tensor(labels)) if self.labels else (stacked,)
+
+def _collate(samples: list[tuple[Any, int]]) -> Batch:
+    images, labels = zip(*samples, strict=True)
+    if isinstance(images[0], list):
+        return tuple(torch.stack(view) for view in zip(*images, strict=True))
+    return torch.stack(images), torch.tensor(labels)
 
 
 class _Steps(torch.utils.data.Dataset[tuple[Batch | DataError, dict[str, str]]]):
@@ -221,12 +213,8 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    images = [
-        (path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((folder / name).glob("*"))
-        if path.suffix.lower() in SUFFIXES
-    ]
+    files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).glob("*"))]
+    images = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
     if not images:
         raise DataError(f"looked for {folder}/CLASS/*.jpeg (or {', '.join(sorted(SUFFIXES))}) and found none")
     return images

@@ -24,14 +24,29 @@ MAX_CACHED_BYTES = 1 << 28  # of frames in memory: computing them takes up to a 
 
 
 @functools.cache
-def read_archive(archive: Path) -> dict[str, bytes]:
-    """Return the contents of the .wav files in a .tar archive, by name; raise DataError if it cannot be read."""
+def read_archive(archive: Path) -> dict[Path, bytes]:
+    """Return the contents of the .wav files in a .tar archive; the path of a file starts with that of the archive.
+
+    Raises:
+        DataError: if the archive cannot be read.
+    """
     try:
         with tarfile.open(archive) as tar:
             members = [member for member in tar if member.isreg() and member.name.endswith(".wav")]
-            return {m.name: file.read() for m in members if (file := tar.extractfile(m)) is not None}
+            return {archive / m.name: file.read() for m in members if (file := tar.extractfile(m)) is not None}
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise DataError(f"cannot read the archive {archive}: {error}") from error
+
+
+def _file_of(path: Path) -> Path:
+    """Return the archive that contains a recording, or its own path if it is in none."""
+    return path if path.is_file() else next((parent for parent in path.parents if parent.is_file()), path)
+
+
+def open_recording(path: Path) -> Path | io.BytesIO:
+    """Return what soundfile opens: the path of a recording, or its content if it is in an archive."""
+    file = _file_of(path)
+    return path if file == path else io.BytesIO(read_archive(file)[path])
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,8 @@ class Utterance:
     """Transcribed speech.
 
     Attributes:
-        pieces: (file, start, end) in seconds, concatenated in this order; an end of infinity is the file's end.
+        pieces: (file, start, end) in seconds, concatenated in this order; an end of infinity is the file's end. A file
+            may be in a .tar archive: ``digits.tar.gz/recordings/0_ann_1.wav``.
         text: the transcript.
         seconds: duration.
     """
@@ -61,7 +77,6 @@ class Speech(Data):
         tokenizer: the tokenizer.
         num_mel_bins: number of mel bins.
         spec_augment_from: step from which SpecAugment is applied; None turns it off.
-        archive: a tar file that contains the recordings; None if they are files on the disk.
         unreadable: recordings of these utterances already found to be unreadable.
     """
 
@@ -75,7 +90,6 @@ class Speech(Data):
         *,
         num_mel_bins: int = 80,
         spec_augment_from: int | None = 0,
-        archive: Path | None = None,
         unreadable: UnreadableFiles | None = None,
     ) -> None:
         self.training = training
@@ -87,9 +101,7 @@ class Speech(Data):
         self.unreadable: UnreadableFiles = (
             UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
         )
-        self._archive, self._source = {} if archive is None else read_archive(archive), archive
-        self._epochs: list[list[list[int]]] = []
-        self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
+        self._epochs: dict[tuple[int, int, int], list[list[int]]] = {}
         self._cached_frames: dict[Utterance, Tensor] = {}
         self._cached_bytes = 0
 
@@ -99,20 +111,17 @@ class Speech(Data):
         ``size`` is the largest duration of the batch over all processes, in seconds including padding.
         """
         chosen, epoch = self._chosen(step, size, seed)
-        mask = self.spec_augment_from is not None and step >= self.spec_augment_from
-        local = chosen[shard[0] :: shard[1]]
-        batch_type = tuple if local else PlaceholderBatch
-        local = local or chosen[:1]
+        local, count = chosen[shard[0] :: shard[1]], len(self.training)
+        batch_type, local = tuple if local else PlaceholderBatch, local or chosen[:1]
         samples = list(self._readable(self.training, local))
         if not samples:  # replaced by the next readable utterance
-            count = len(self.training)
             others = ((local[-1] + offset) % count for offset in range(1, count))
             samples = list(itertools.islice(self._readable(self.training, others), 1))
         if not samples:
             raise DataError("no recording to train on can be read")
-        if mask:
+        if self.spec_augment_from is not None and step >= self.spec_augment_from:
             samples = [(i, spec_augment(frames, sample_generator(seed, epoch, i)), text) for i, frames, text in samples]
-        return batch_type(collate([(frames, text) for _, frames, text in samples]))
+        return batch_type(collate(samples))
 
     def _readable(
         self, utterances: Sequence[Utterance], indices: Iterable[int]
@@ -128,48 +137,46 @@ class Speech(Data):
         Raises:
             DataError: if there are held-out utterances and none can be read.
         """
-        read = 0
+        is_readable = False
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
         for group in _groups(order, self.held_out, float(size)):
-            readable = [(frames, text) for _, frames, text in self._readable(self.held_out, group)]
-            if readable:
-                read += len(readable)
-                yield collate(readable)
-        if self.held_out and not read:
+            if samples := list(self._readable(self.held_out, group)):
+                is_readable = True
+                yield collate(samples)
+        if self.held_out and not is_readable:
             raise DataError("no held-out recording can be read")
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of settings, transcripts, names and times, and of the files (``sigattn.files.files_sha256``)."""
         digest = hashlib.sha256(f"{self.num_mel_bins} {self.spec_augment_from}".encode())
-        paths = {self._source} if self._source is not None else set()
+        paths = set()
         for u in (*self.training, *self.held_out):
             digest.update(f"{[(p.name, a, b) for p, a, b in u.pieces]} {u.text}\n".encode())
-            if self._source is None:
-                paths |= {p for p, _, _ in u.pieces}
-        ordered = sorted(paths)
-        digest.update(files_sha256((path.name, path) for path in ordered).encode())
+            paths |= {p for p, _, _ in u.pieces}
+        files = sorted({_file_of(path) for path in paths})
+        digest.update(files_sha256((file.name, file) for file in files).encode())
         return digest.hexdigest()
 
     def _chosen(self, step: int, size: int, seed: int) -> tuple[list[int], int]:
         """Return the utterances of a step and its epoch; every epoch has its own grouping and order of batches."""
-        if self._epochs_key != (size, seed):
-            self._epochs, self._epochs_key = [], (size, seed)
-        before = 0
         for epoch in range(step + 1):
-            if epoch == len(self._epochs):
-                self._epochs.append(self._epoch(epoch, size, seed))
-            if step < before + len(self._epochs[epoch]):
-                return self._epochs[epoch][step - before], epoch
-            before += len(self._epochs[epoch])
+            groups = self._epoch(epoch, size, seed)
+            if step < len(groups):
+                return groups[step], epoch
+            step -= len(groups)
         raise AssertionError("every epoch has a batch")
 
     def _epoch(self, epoch: int, size: int, seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        noise = torch.rand(len(self.training), generator=generator).tolist()
-        order = sorted(range(len(self.training)), key=lambda i: self.training[i].seconds * (0.9 + 0.2 * noise[i]))
-        groups = _groups(order, self.training, float(size))
-        return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+        """Return the batches of an epoch, which are kept, because later steps count them."""
+        key = epoch, size, seed
+        if key not in self._epochs:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            noise = torch.rand(len(self.training), generator=generator).tolist()
+            order = sorted(range(len(self.training)), key=lambda i: self.training[i].seconds * (0.9 + 0.2 * noise[i]))
+            groups = _groups(order, self.training, float(size))
+            self._epochs[key] = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+        return self._epochs[key]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:
         """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read.
@@ -181,7 +188,7 @@ class Speech(Data):
         parts, rate = [], 0
         for piece in utterance.pieces:
             try:
-                wave, rate = self._wave(*piece)
+                wave, rate = _read(*piece)
             except Exception as error:  # decoders raise many types of errors for broken files
                 self.unreadable.add(str(piece[0]), f"{type(error).__name__}: {error}")
                 return None
@@ -192,18 +199,18 @@ class Speech(Data):
             self._cached_bytes += frames.nbytes
         return frames
 
-    def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:
-        """Read a recording, averaged over channels: (samples,) and the sampling rate in Hz."""
-        import soundfile
 
-        file: Path | io.BytesIO = io.BytesIO(self._archive[str(path)]) if self._archive else path
-        with soundfile.SoundFile(file) as sound:
-            sound.seek(round(first * sound.samplerate))
-            count = -1 if last == math.inf else round((last - first) * sound.samplerate)
-            wave = torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1))
-            if not len(wave):
-                raise EOFError(f"the recording has no samples at {first:g} s")
-            return wave, sound.samplerate
+def _read(path: Path, first: float, last: float) -> tuple[Tensor, int]:
+    """Return a part of a recording, averaged over channels, (samples,), and its sampling rate in Hz."""
+    import soundfile
+
+    with soundfile.SoundFile(open_recording(path)) as sound:
+        sound.seek(round(first * sound.samplerate))
+        count = -1 if last == math.inf else round((last - first) * sound.samplerate)
+        wave = torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1))
+        if not len(wave):
+            raise EOFError(f"the recording has no samples at {first:g} s")
+        return wave, sound.samplerate
 
 
 class CharTokenizer:
@@ -218,13 +225,13 @@ class CharTokenizer:
         return [t for t in tokens if t]
 
 
-def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:
-    """Return frames (B, T, num_mel_bins), lengths (B,), targets (B, C) and target lengths (B,), padded with zeros."""
-    frames, texts = zip(*samples, strict=True)
-    targets = [torch.tensor(t, dtype=torch.int64) for t in texts]
+def collate(samples: Sequence[tuple[int, Tensor, list[int]]]) -> Batch:
+    """Return frames, lengths, targets and target lengths of (index, frames, tokens), padded with zeros."""
+    frames = [sample[1] for sample in samples]
+    targets = [torch.tensor(sample[2], dtype=torch.int64) for sample in samples]
+    lengths, target_lengths = (torch.tensor([len(row) for row in rows]) for rows in (frames, targets))
     pad = torch.nn.utils.rnn.pad_sequence
-    lengths = torch.tensor([len(f) for f in frames])
-    return pad(list(frames), True), lengths, pad(targets, True), torch.tensor([len(t) for t in targets])
+    return pad(frames, True), lengths, pad(targets, True), target_lengths
 
 
 def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: float) -> list[list[int]]:

@@ -41,33 +41,20 @@ def mel_filters(fft_size: int, sample_rate: int, num_mel_bins: int) -> Tensor:
     return torch.minimum(rising, falling).clamp(min=0)
 
 
-def spec_augment(
-    frames: Tensor,
-    generator: torch.Generator,
-    *,
-    frequency_masks: int = 2,
-    frequency_width: int = 30,
-    time_masks: int = 10,
-    time_width: int = 50,
-    time_ratio: float = 0.1,
-) -> Tensor:
-    """Apply SpecAugment (Park et al., 2019) to frames (T, num_mel_bins), by default with the paper's numbers.
+def spec_augment(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Apply SpecAugment (Park et al., 2019) to frames (T, num_mel_bins), with the paper's numbers.
 
-    Masked values become 0, the mean. A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample
-    wide.
+    Two masks of at most 30 frequencies, and ten of at most 50 frames and a tenth of the sample, become 0, the mean.
     """
     frames = frames.clone()
-    length, mels = frames.shape
 
-    def draw(limit: int, total: int) -> tuple[int, int]:
-        width = int(torch.randint(min(limit, total) + 1, (), generator=generator))
-        start = int(torch.randint(total - width + 1, (), generator=generator))
-        return start, start + width
+    def mask(rows: Tensor, limit: int) -> None:
+        width = int(torch.randint(min(limit, len(rows)) + 1, (), generator=generator))
+        start = int(torch.randint(len(rows) - width + 1, (), generator=generator))
+        rows[start : start + width] = 0
 
-    for _ in range(frequency_masks):
-        start, stop = draw(frequency_width, mels)
-        frames[:, start:stop] = 0
-    for _ in range(time_masks):
-        start, stop = draw(min(time_width, int(time_ratio * length)), length)
-        frames[start:stop] = 0
+    for _ in range(2):
+        mask(frames.T, 30)
+    for _ in range(10):
+        mask(frames, min(50, len(frames) // 10))
     return frames

@@ -28,7 +28,7 @@ class Task(ABC):
             cannot be split into micro-batches.
         needs_whole_sequences: True if the loss needs all positions of a sequence on one process, so that context
             parallelism is not supported.
-        has_labels: True if a batch of images contains their classes.
+        has_labels: True if the classes of images are targets, which the model must have as many of.
         num_views: number of augmented views of each image in a batch.
     """
 
@@ -58,11 +58,6 @@ class Task(ABC):
     def tiny(self) -> Task:
         """Return the objective of a recipe's small form."""
         return self
-
-    @property
-    def cost(self) -> float:
-        """Number of forward and backward passes for each sample of a batch."""
-        return float(self.num_views)
 
     def distributions(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the logits in a model's output, (…, classes), and the weights, (…), of their mean in the loss.

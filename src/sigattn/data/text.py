@@ -36,9 +36,7 @@ def load_text(path: Path | None = None) -> bytes:
             ) from error
         return "\n\n".join(topics[name] for name in sorted(topics)).encode()
     files = find_text_files(path, PLAIN_SUFFIXES)
-    if files == [path] and path.suffix == ".bin":
-        raise DataError(f"{path} is a file of tokens (sigattn pack), and bytes are needed here: name a text file")
-    if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet")):
+    if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet", ".bin")):
         raise DataError(
             f"{path} is no plain text, and a model of bytes would learn its format: name a text file, or use sigattn "
             "tokenizer and sigattn pack, which read its documents"
@@ -55,8 +53,7 @@ def load_text(path: Path | None = None) -> bytes:
 class TextData(Data):
     """Windows of a text as tokens; its last part is held out for validation.
 
-    Training windows are random; those of a step depend on the seed and the step only, so that a resumed run continues
-    as an uninterrupted one. Held-out windows are spread evenly.
+    Training windows are random; held-out windows are spread evenly.
 
     Args:
         tokens: (N,) integers.
@@ -65,7 +62,6 @@ class TextData(Data):
         held_out: number of held-out windows.
         held_out_fraction: fraction of the tokens that is held out.
         vocab_size: number of tokens in the vocabulary; a window with another token raises ``DataError``.
-        unit: what messages call the tokens.
 
     Raises:
         DataError: if a part is too short for one window and the next token.
@@ -80,14 +76,13 @@ class TextData(Data):
         held_out: int = 64,
         held_out_fraction: float = 0.1,
         vocab_size: int = 256,
-        unit: str = "tokens",
     ) -> None:
         cut = len(tokens) - int(held_out_fraction * len(tokens))
         if min(cut, len(tokens) - cut) <= seq_len:
             smaller = min(held_out_fraction, 1 - held_out_fraction)
             raise DataError(
-                f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
-                f"context of {seq_len} (at least {int((seq_len + 1) / smaller) + 1} {unit} are needed)"
+                f"the text has {len(tokens)} tokens, of which {len(tokens) - cut} are held out: too short for a "
+                f"context of {seq_len} (at least {int((seq_len + 1) / smaller) + 1} tokens are needed)"
             )
         self.tokens = tokens
         self.training_tokens: Tensor = tokens[:cut]
@@ -98,11 +93,10 @@ class TextData(Data):
         self._fingerprint = fingerprint
 
     @classmethod
-    def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64, held_out_fraction: float = 0.1) -> TextData:
-        """Create the windows of a text as bytes; arguments and errors as above."""
+    def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64) -> TextData:
+        """Create the windows of a text as bytes."""
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out_fraction, 0.1)
-        return cls(tokens, seq_len, sha256, held_out=held_out, held_out_fraction=held_out_fraction, unit="bytes")
+        return cls(tokens, seq_len, hashlib.sha256(text).hexdigest(), held_out=held_out)
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return tokens and the tokens that follow them, (B, seq_len) each."""
@@ -120,7 +114,7 @@ class TextData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the text or its tokens, with the held-out fraction if it is not the default, and of the tokenizer."""
+        """Identity of the tokens."""
         return self._fingerprint
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
@@ -200,12 +194,6 @@ class StreamedText(Data):
                     f"{self.name} is too short: the {self.held_out} held-out windows of {self.seq_len} tokens leave "
                     "none to train on"
                 )
-
-
-def hash_of_split(sha256: str, held_out_fraction: float, default: float, tokenizer_sha256: str | None = None) -> str:
-    """Return the identity of a text: its hash, the held-out fraction unless it is the default, and the tokenizer."""
-    split = "" if held_out_fraction == default else f", {held_out_fraction} held out"
-    return f"{sha256}{split}" + ("" if tokenizer_sha256 is None else f", tokenizer {tokenizer_sha256}")
 
 
 def _tokens_and_targets(windows: Int[Tensor, "batch length"], vocab_size: int) -> Batch:

@@ -7,6 +7,7 @@ windows drawn from it, so that a run can be resumed exactly.
 from __future__ import annotations
 
 import array
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
-from sigattn.data.text import TextData, hash_of_split
+from sigattn.data.text import TextData
 from sigattn.files import FileFormatError, add_path_to_errors, file_sha256, read_json_object, write_text
 from sigattn.optional import require
 from sigattn.validation import check_at_least, check_output_file
@@ -78,48 +79,41 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
     return tokenizer
 
 
-def tokenize_corpus(
-    path: Path,
-    tokenizer: Any,
-    vocab_size: int,
-    seq_len: int,
-    *,
-    held_out_fraction: float = 0.05,
-    tokenizer_sha256: str | None = None,
-) -> TextData:
-    """Tokenise all documents into one row in memory, and hold out its last part.
+def tokenize_corpus(path: Path, tokenizer: Path, vocab_size: int, seq_len: int) -> TextData:
+    """Tokenise all documents into one row in memory, and hold out its last twentieth.
 
-    Each document is followed by the end token if the tokenizer has one. ``tokenizer_sha256``, the hash of the
-    tokenizer's file, becomes part of the fingerprint.
+    Each document is followed by the end token if the tokenizer has one.
 
     Raises:
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
     """
-    check_vocabulary(tokenizer.get_vocab_size(), vocab_size)
-    encode = document_encoder(tokenizer)
+    encode = document_encoder(tokenizer, vocab_size)
     tokens = torch.cat([torch.tensor(encode(text), dtype=torch.int32) for text in iter_documents(path)])
-    sha256 = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    fingerprint = hash_of_split(sha256, held_out_fraction, 0.05, tokenizer_sha256)
-    return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
+    fingerprint = f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()}, tokenizer {file_sha256(tokenizer)}"
+    return TextData(tokens, seq_len, fingerprint, held_out_fraction=0.05, vocab_size=vocab_size)
 
 
-def check_vocabulary(tokens: int, vocab_size: int) -> None:
-    """Raise DataError if a tokenizer has more tokens than the model."""
+def document_encoder(tokenizer: Path, vocab_size: int) -> Callable[[str], list[int]]:
+    """Return a function from a document to its tokens, including the end token if the tokenizer has one.
+
+    Raises:
+        DataError: if the tokenizer has more tokens than the model.
+    """
+    loaded = load_tokenizer(tokenizer)
+    _check_vocabulary(loaded.get_vocab_size(), vocab_size)
+    return functools.partial(_encode, loaded, loaded.token_to_id(END))
+
+
+def _check_vocabulary(tokens: int, vocab_size: int) -> None:
     if tokens > vocab_size:
         raise DataError(
             f"the tokenizer has {tokens} tokens, and the model {vocab_size}: set model.vocab_size to {tokens} or more"
         )
 
 
-def document_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return a function from a document to its tokens, including the end token if the tokenizer has one."""
-    end = tokenizer.token_to_id(END)
-
-    def encode_document(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids if end is None else [*ids, end]
-
-    return encode_document
+def _encode(tokenizer: Any, end: int | None, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids if end is None else [*ids, end]
 
 
 def pack_corpus(
@@ -141,14 +135,14 @@ def pack_corpus(
         DataError: if the corpus cannot be read.
         SettingsError: if ``save`` is a folder or the corpus.
     """
-    encode, count, digest = document_encoder(tokenizer), 0, hashlib.sha256()
     check_output_file(save, path)
+    end, count, digest = tokenizer.token_to_id(END), 0, hashlib.sha256()
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     try:
         with add_path_to_errors(unfinished), unfinished.open("wb") as file:
             for number, text in enumerate(iter_documents(path), 1):
-                row = array.array("i", encode(text)).tobytes()
+                row = array.array("i", _encode(tokenizer, end, text)).tobytes()
                 file.write(row)
                 digest.update(row)
                 count += len(row) // 4
@@ -173,36 +167,28 @@ def pack_corpus(
     return count
 
 
-def load_packed(
-    path: Path,
-    vocab_size: int,
-    seq_len: int,
-    *,
-    held_out_fraction: float = 0.005,
-    tokenizer_sha256: str | None = None,
-) -> TextData:
-    """Return the memory-mapped text of a file that ``pack_corpus`` wrote, with its last part held out.
-
-    ``tokenizer_sha256``, the hash of the tokenizer's file, becomes part of the fingerprint.
+def load_packed(path: Path, vocab_size: int, seq_len: int, tokenizer: Path | None = None) -> TextData:
+    """Return the memory-mapped text of a file that ``pack_corpus`` wrote, with its last 1/200 held out.
 
     If the file's modification time differs from the recorded one, its hash is computed and compared.
 
     Raises:
-        DataError: if the file was not written by ``pack_corpus`` or has changed since, its tokenizer has more tokens
-            than the model, or it is too short.
+        DataError: if the file was not written by ``pack_corpus`` or has changed since, its tokenizer is missing, has
+            changed, has more tokens than the model or differs from ``tokenizer``, or the text is too short.
     """
     about = _about(path)
+    tokenizer_sha256 = file_sha256(find_packed_tokenizer(path, tokenizer))
     status = path.stat()
     if status.st_size != 4 * about["tokens"]:
         raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {status.st_size} bytes")
-    check_vocabulary(about["vocab_size"], vocab_size)
+    _check_vocabulary(about["vocab_size"], vocab_size)
     if status.st_mtime_ns != about.get("mtime_ns") and file_sha256(path) != about["sha256"]:
         raise DataError(
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    fingerprint = hash_of_split(about["sha256"], held_out_fraction, 0.005, tokenizer_sha256)
-    return TextData(tokens, seq_len, fingerprint, held_out_fraction=held_out_fraction, vocab_size=vocab_size)
+    fingerprint = f"{about['sha256']}, tokenizer {tokenizer_sha256}"
+    return TextData(tokens, seq_len, fingerprint, held_out_fraction=0.005, vocab_size=vocab_size)
 
 
 def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:

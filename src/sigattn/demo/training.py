@@ -29,9 +29,8 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train.checkpoint import check_no_checkpoints
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import lock_folder
-from sigattn.train.loop import train
+from sigattn.train.loop import Row, train
 from sigattn.train.metrics import read_metrics
-from sigattn.train.trainer import Row
 from sigattn.validation import SettingsError, check_at_least, check_output_folder
 
 INTRODUCTION = (

@@ -50,11 +50,6 @@ class MaskedAutoencoderConfig(ModelConfig):
     def with_transformer(self, **changes: Any) -> MaskedAutoencoderConfig:
         return replace(self, encoder=replace(self.encoder, **changes))
 
-    @property
-    def tokens_per_sample(self) -> float:
-        """Number of visible patches."""
-        return self.encoder.grid_size**2 * (1 - self.mask_ratio)
-
     def tiny(self) -> MaskedAutoencoderConfig:
         small = self.encoder.tiny()
         return replace(self, encoder=small, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)

@@ -47,11 +47,6 @@ class ModelConfig(ABC):
     def with_transformer(self, **changes: Any) -> ModelConfig:
         """Return a copy with fields of ``transformer`` changed."""
 
-    @property
-    @abstractmethod
-    def tokens_per_sample(self) -> float:
-        """Number of positions that the blocks compute for a sample; for speech, for a second."""
-
     @abstractmethod
     def tiny(self) -> ModelConfig:
         """Return a small form that trains in minutes on 2 cores, with the same positions, norms and bias."""

@@ -63,10 +63,6 @@ class LanguageModelConfig(TransformerConfig):
     def build(self) -> LanguageModel:
         return LanguageModel(self)
 
-    @property
-    def tokens_per_sample(self) -> float:
-        return float(self.max_seq_len)
-
     def tiny(self) -> LanguageModelConfig:
         return replace(super().tiny(), vocab_size=256, max_seq_len=256)
 

@@ -68,11 +68,6 @@ class SpeechModelConfig(TransformerConfig):
     def build(self) -> SpeechModel:
         return SpeechModel(self)
 
-    @property
-    def tokens_per_sample(self) -> float:
-        """Number of positions for a second of speech."""
-        return 1 / (self.step * self.stride)
-
     def tiny(self) -> SpeechModelConfig:
         return replace(super().tiny(), conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
 

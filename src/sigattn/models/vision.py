@@ -60,10 +60,6 @@ class ViTConfig(TransformerConfig):
     def build(self) -> ViT:
         return ViT(self)
 
-    @property
-    def tokens_per_sample(self) -> float:
-        return float(self.num_tokens)
-
     def tiny(self) -> ViTConfig:
         return replace(super().tiny(), image_size=8, patch_size=2, channels=1, num_classes=10)
 

@@ -1,12 +1,8 @@
 """Recipes: the paper's training configurations, each with a softmax twin and a tiny form (``sigattn recipes``).
 
-``RECIPES`` maps each name to the function that makes the recipe.
-
 >>> find_recipe("vit-mae-tiny").training.max_steps
 800
 """
-
-from collections.abc import Callable
 
 from sigattn.recipes import language, speech, vision
 from sigattn.recipes.datasets import load_dataset, load_held_out
@@ -15,9 +11,7 @@ from sigattn.validation import SettingsError
 
 __all__ = ["RECIPES", "DataSource", "Recipe", "RecipeError", "find_recipe", "load_dataset", "load_held_out"]
 
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    make.__name__.replace("_", "-"): make for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES)
-}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in vision.RECIPES + speech.RECIPES + language.RECIPES}
 
 
 class RecipeError(SettingsError):
@@ -36,4 +30,4 @@ def find_recipe(name: str) -> Recipe:
         return recipe.tiny() if form == "tiny" else recipe.softmax()
     if name not in RECIPES:
         raise RecipeError(f"no recipe is called {name!r}; sigattn recipes lists them: {', '.join(RECIPES)}")
-    return RECIPES[name]()
+    return RECIPES[name]

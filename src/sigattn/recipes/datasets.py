@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,7 @@ from sigattn.data.documents import hub_documents, is_streamed
 from sigattn.data.images import Augmentation, ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.text import StreamedText, TextData, load_text
-from sigattn.data.tokens import (
-    check_vocabulary,
-    document_encoder,
-    find_packed_tokenizer,
-    load_packed,
-    load_tokenizer,
-    tokenize_corpus,
-)
+from sigattn.data.tokens import document_encoder, load_packed, tokenize_corpus
 from sigattn.files import file_sha256, files_sha256
 from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.validation import SettingsError
@@ -84,34 +78,30 @@ class TextSource(DataSource):
         model: Any = recipe.model
         length, vocab_size = model.max_seq_len, model.vocab_size
         if path is not None and path.suffix == ".bin":
-            sha256 = file_sha256(find_packed_tokenizer(path, tokenizer))
-            return load_packed(path, vocab_size, length, tokenizer_sha256=sha256)
+            return load_packed(path, vocab_size, length, tokenizer)
         if tokenizer is None:
-            return self._load_bytes(path, length, vocab_size)
-        if path is None:
+            if vocab_size != 256:
+                raise SettingsError(
+                    f"a vocabulary of {vocab_size} tokens needs a tokenizer (sigattn tokenizer makes one) or a .bin "
+                    "file of sigattn pack; bytes need a vocabulary of 256",
+                    "tokenizer",
+                    "data",
+                    "model.vocab_size",
+                )
+            if path is None or not is_streamed(path):
+                return TextData.from_bytes(load_text(path), length)
+            encode, unit = _bytes, "bytes"
+        elif path is None:
             raise SettingsError(
                 "a tokenizer needs a text: a file, or a folder of .txt, .jsonl, .parquet and others", "data"
             )
-        vocabulary = load_tokenizer(tokenizer)
-        if is_streamed(path):
-            check_vocabulary(vocabulary.get_vocab_size(), vocab_size)
-            name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
-            encode = document_encoder(vocabulary)
-            return StreamedText(lambda: hub_documents(path), name, encode, length, vocab_size=vocab_size)
-        return tokenize_corpus(path, vocabulary, vocab_size, length, tokenizer_sha256=file_sha256(tokenizer))
-
-    def _load_bytes(self, path: Path | None, length: int, vocab_size: int) -> Data:
-        if vocab_size != 256:
-            raise SettingsError(
-                f"a vocabulary of {vocab_size} tokens needs a tokenizer (sigattn tokenizer makes one) or a .bin "
-                "file of sigattn pack; bytes need a vocabulary of 256",
-                "tokenizer",
-                "data",
-                "model.vocab_size",
-            )
-        if path is not None and is_streamed(path):
-            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, length)
-        return TextData.from_bytes(load_text(path), length)
+        elif not is_streamed(path):
+            return tokenize_corpus(path, tokenizer, vocab_size, length)
+        else:
+            encode = document_encoder(tokenizer, vocab_size)
+            unit = f"{tokenizer.name}, {file_sha256(tokenizer)}"
+        documents = functools.partial(hub_documents, path)
+        return StreamedText(documents, f"{_streamed(path)} as {unit}", encode, length, vocab_size=vocab_size)
 
 
 def _streamed(path: Path) -> str:
@@ -148,13 +138,13 @@ class SpeechSource(DataSource):
             raise SettingsError(f"{recipe.name} trains on {self.name}: name its folder", "data")
         if not path.exists():
             raise DataError(f"no such file or folder: {path}")
-        unreadable, archive = UnreadableFiles("recording"), None
+        unreadable = UnreadableFiles("recording")
         if self.librispeech:
             training = librispeech(path, self.librispeech, unreadable)
             held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
         else:
-            training, held_out, archive = spoken_digits(path, unreadable=unreadable)
-        return self._speech(recipe, training, held_out, archive=archive, unreadable=unreadable)
+            training, held_out = spoken_digits(path, unreadable=unreadable)
+        return self._speech(recipe, training, held_out, unreadable)
 
     def load_held_out(self, recipe: Recipe, path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
         if path is not None and (splits := [name for name in LIBRISPEECH_SPLITS if (path / name).is_dir()]):
@@ -162,7 +152,7 @@ class SpeechSource(DataSource):
             for name in splits:
                 unreadable = UnreadableFiles("recording")
                 utterances = librispeech(path, [name], unreadable)
-                parts[name] = self._speech(recipe, (), utterances, unreadable=unreadable)
+                parts[name] = self._speech(recipe, (), utterances, unreadable)
             return parts
         if path is not None and (path / "legacy").is_dir():
             by_duration = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
@@ -170,7 +160,11 @@ class SpeechSource(DataSource):
         return super().load_held_out(recipe, path, tokenizer)
 
     def _speech(
-        self, recipe: Recipe, training: Sequence[Utterance], held_out: Sequence[Utterance], **options: Any
+        self,
+        recipe: Recipe,
+        training: Sequence[Utterance],
+        held_out: Sequence[Utterance],
+        unreadable: UnreadableFiles | None = None,
     ) -> Speech:
         model: Any = recipe.model
         task: Any = recipe.task
@@ -180,7 +174,7 @@ class SpeechSource(DataSource):
             CharTokenizer(task.alphabet),
             num_mel_bins=model.num_mel_bins,
             spec_augment_from=self.spec_augment_from,
-            **options,
+            unreadable=unreadable,
         )
 
 
@@ -204,16 +198,9 @@ class ImageSource(DataSource):
         model: Any = recipe.transformer
         data: Digits | ImageFolder
         if path is not None:
-            data = ImageFolder(
-                path,
-                model.image_size,
-                self.augmentation,
-                labels=recipe.task.has_labels,
-                jitter=self.jitter,
-                workers=workers,
-            )
+            data = ImageFolder(path, model.image_size, self.augmentation, jitter=self.jitter, workers=workers)
         elif (model.image_size, model.channels) == (8, 1):
-            data = Digits(num_views=recipe.task.num_views, labels=recipe.task.has_labels)
+            data = Digits(num_views=recipe.task.num_views)
         else:
             raise SettingsError(
                 f"{recipe.name} trains on {self.name}: name a folder with train/CLASS and val/CLASS, or "

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from torch import nn
 
 from sigattn.data.dataset import Data
 from sigattn.data.task import Task
@@ -43,23 +41,30 @@ class DataSource(ABC):
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """Complete training configuration.
 
     Attributes:
         name: name on the command line.
-        domain: domain in the paper's practitioner's guide.
-        objective: objective in the practitioner's guide.
+        about: what is trained, in a line.
+        hardware: hardware for which the paper's sizes are made, and time.
+        paper: the paper's result.
+        domain, objective: columns of the paper's practitioner's guide.
         model: configuration of the model.
         task: training objective.
         training: settings of the training loop.
         data: data set and augmentation.
         tiny_training: settings of training that the tiny form changes: number of steps, batch size, learning rate.
+        tiny_minutes: minutes that the tiny form takes on 2 cores.
         softmax_changes: fields of the model that the softmax twin changes in addition to activation and bias.
     """
 
     name: str
+    about: str = field(default="", repr=False)
+    hardware: str = field(default="", repr=False)
+    paper: str = field(default="", repr=False)
+    _: KW_ONLY
     domain: str
     objective: str
     model: ModelConfig
@@ -67,7 +72,17 @@ class Recipe:
     training: TrainConfig
     data: DataSource
     tiny_training: dict[str, Any]
+    tiny_minutes: int = field(default=1, repr=False)
     softmax_changes: dict[str, Any] = field(default_factory=dict)
+
+    def documentation(self) -> str:
+        """Return what is trained, on which data and hardware, with which command and result."""
+        name = self.name.removesuffix("-softmax").removesuffix("-tiny")
+        return (
+            f"{self.about}.\n\nsigattn train {name} --data PATH    (PATH: {self.data.name}; with --tiny: "
+            f"{self.data.tiny().name}, {self.tiny_minutes} min on 2 cores)\n\n"
+            f"Hardware: {self.hardware}. Paper: {self.paper}."
+        )
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -92,17 +107,6 @@ class Recipe:
         """Return the number of the model's parameters."""
         return sum(p.numel() for p in build(self.model, "meta").parameters())
 
-    def tokens(self) -> float:
-        """Return the number of tokens (patches, frames) of all training steps."""
-        samples = self.training.max_steps * self.training.batch_size
-        return samples * self.model.tokens_per_sample * self.task.cost
-
-    def gpu_hours(self) -> float:
-        """Return an estimate of the H100 hours: 6 FLOPs per parameter and token at 40 % of 989 TFLOP/s."""
-        module: nn.Module = build(self.model, "meta")
-        blocks = sum(p.numel() for n, p in module.named_parameters() if "embedding" not in n)
-        return 6 * blocks * self.tokens() / (0.4 * 989e12) / 3600
-
     def tiny(self) -> Recipe:
         """Return a small form that trains in minutes on 2 cores on small data sets.
 
@@ -121,7 +125,7 @@ class Recipe:
 
     def guide_row(self) -> dict[str, str]:
         """Return the recipe as a row of the practitioner's guide's table, by column."""
-        t = self.transformer
+        t, millions = self.transformer, self.parameters() / 1e6
         positions = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
         structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
         bias = t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias
@@ -129,17 +133,13 @@ class Recipe:
         return {
             "Domain": self.domain,
             "Objective": self.objective,
-            "Model Size": _size(self.parameters()),
+            "Model Size": f"{millions / 1e3:.1f}B" if millions >= 1e3 else f"{millions:.{0 if millions >= 10 else 1}f}M",
             "Pos Embed": positions.get(position, position),
             "QK Norm": "No" if t.qk_norm == "none" else "Yes",
             "LayerScale": "No" if t.init_values is None else "Yes",
             "Sigmoid Bias": "No" if bias == 0.0 else "Yes",
             "Norm Strategy": structures.get(t.norm_placement, "Hybrid-Norm"),
         }
-
-
-def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f}M"
 
 
 _SMALL_TRAINING: dict[str, Any] = {

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.data.images import SMALL_VIEWS
 from sigattn.data.task import Task, no_batches
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.simclr import Projected, projector
@@ -70,11 +69,6 @@ class BYOL(Task):
         """Return student (backbone and projector), predictor and teacher."""
         student = Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
         return StudentAndTeacher(student, projector([self.output_dim, self.projector_dim, self.output_dim]))
-
-    @property
-    def cost(self) -> float:
-        """Two large and the small views, and the teacher's forward pass (a third of the cost) of two large ones."""
-        return 2 + SMALL_VIEWS * (96 / 224) ** 2 + 2 / 3
 
     def tiny(self) -> BYOL:
         return replace(self, projector_dim=128, output_dim=32)

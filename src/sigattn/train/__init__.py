@@ -3,9 +3,8 @@
 from sigattn.train.checkpoint import CheckpointError
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError
-from sigattn.train.loop import evaluate, train
+from sigattn.train.loop import Interrupted, NonFiniteLossError, evaluate, train
 from sigattn.train.metrics import count_spikes, read_metrics
-from sigattn.train.trainer import Interrupted, NonFiniteLossError
 
 __all__ = [
     "CheckpointError",

@@ -124,7 +124,7 @@ def load(
     """
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    step, saved = _read_about(path)
+    step, saved = _open(path, processes)
     settings = json.loads(json.dumps(settings))
     if "data" not in settings:
         saved.pop("data", None)
@@ -134,7 +134,6 @@ def load(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"
         )
-    _check_files(path, processes)
     tensors, model, optim = _state(module, optimizer, average)
     _read_tensors(path, tensors, processes)
     with _ignore_warnings():
@@ -150,23 +149,23 @@ def load_weights(path: Path, module: nn.Module) -> None:
     Raises:
         CheckpointError: if the checkpoint is damaged, or lacks a weight of the module.
     """
-    _read_about(path)
-    _check_files(path, ProcessMesh())
+    _open(path, ProcessMesh())
     state = module.state_dict()
     _read_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, ProcessMesh())
     module.load_state_dict(state)
 
 
-def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the number of steps and the settings of a checkpoint."""
-    with _errors_on_all_processes(_cannot_read(path), ProcessMesh()):
-        about = files.read_json_object(path / ABOUT)
-        if about.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} was written by another version of sigattn: it has format {about.get('format')}, and this "
-                f"version reads {FORMAT}; start in another run folder"
+def _open(path: Path, processes: ProcessMesh) -> tuple[int, dict[str, Any]]:
+    """Check the files of a checkpoint; return its number of steps and settings."""
+    with _errors_on_all_processes(_cannot_read(path), processes):
+        version = files.read_json_object(path / ABOUT).get("format")
+        if version != FORMAT:
+            raise files.FileFormatError(
+                f"it has the format {version} of another version of sigattn, and this version reads {FORMAT}"
             )
-        files.check_files(path, [ABOUT])
+        if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
+            raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
+        files.check_files(path, _file_names(path)[_part_of(processes)])
         about = files.read_json_object(path / ABOUT, step=int, settings=dict)
     return about["step"], about["settings"]
 
@@ -218,14 +217,6 @@ def _read_tensors(path: Path, tensors: dict[str, Tensor], processes: ProcessMesh
 
     with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
         load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=processes.world_size == 1)
-
-
-def _check_files(path: Path, processes: ProcessMesh) -> None:
-    """Raise CheckpointError if a file of a checkpoint is missing or damaged."""
-    with _errors_on_all_processes(_cannot_read(path), processes):
-        if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
-            raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
-        files.check_files(path, _file_names(path)[_part_of(processes)])
 
 
 def _file_names(path: Path) -> list[str]:
