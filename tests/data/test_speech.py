@@ -1,5 +1,6 @@
 """Speech: features against formulas, batches by seconds, corpora in their layouts, broken recordings."""
 
+import hashlib
 import math
 import tarfile
 
@@ -11,6 +12,7 @@ from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, 
 from sigattn.data.dataset import DataError, PlaceholderBatch, UnreadableFiles
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.speech_features import log_mel, mel_filters, spec_augment
+from sigattn.files import files_sha256
 
 soundfile = pytest.importorskip("soundfile")
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"
@@ -53,28 +55,23 @@ class TestFeatures:
         assert log_mel(torch.zeros(8000), 8000).isfinite().all()  # silence
 
     def test_spec_augment_keeps_its_limits(self):
-        frames = torch.ones(300, 80)
-        for i in range(50):
-            out = spec_augment(frames, torch.Generator().manual_seed(i))
-            columns, rows = (out == 0).all(0), (out == 0).all(1)
-            assert columns.sum() <= 60
-            assert rows.sum() <= 300  # ten masks of at most 30 frames each: a tenth of the sample
-            assert ((out == 0) == (columns[None] | rows[:, None])).all()
-        one = spec_augment(frames, torch.Generator().manual_seed(0), frequency_masks=0, time_masks=1)
-        assert 0 <= (one == 0).all(1).sum() <= 30
-        short = spec_augment(torch.ones(5, 80), torch.Generator().manual_seed(0), frequency_masks=0)
-        assert short.all()  # a tenth of five frames is none
-        assert frames.all()  # the input stays as it is
+        for length in (300, 5):
+            for i in range(50):
+                out = spec_augment(torch.ones(length, 80), torch.Generator().manual_seed(i))
+                columns, rows = (out == 0).all(0), (out == 0).all(1)
+                assert columns.sum() <= 60
+                assert rows.sum() <= 10 * (length // 10)  # ten masks of at most a tenth of the sample
+                assert ((out == 0) == (columns[None] | rows[:, None])).all()
+
+
+def data_of(digits, spec_augment_from=None, training=60):
+    strings, held_out = spoken_digits(digits, training=training, held_out=12)
+    return Speech(strings, held_out, CharTokenizer(ALPHABET), spec_augment_from=spec_augment_from)
 
 
 class TestBatches:
-    @staticmethod
-    def data(digits, **options):
-        training, held_out, archive = spoken_digits(digits, training=60, held_out=12)
-        return Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=None, archive=archive, **options)
-
     def test_an_epoch_has_each_utterance_once_in_batches_of_so_many_seconds(self, digits):
-        data = self.data(digits)
+        data = data_of(digits)
         epoch = data._epoch(0, 6, seed=0)
         assert sorted(i for group in epoch for i in group) == list(range(60))
         for group in epoch:
@@ -82,9 +79,11 @@ class TestBatches:
         step = len(epoch) + 1  # the second batch of the second epoch
         chosen, number = data._chosen(step, 6, seed=0)
         assert (chosen, number) == (data._epoch(1, 6, seed=0)[1], 1)
+        assert data._epoch(1, 6, seed=0) != epoch != data._epoch(0, 6, seed=1)
 
-    def test_padding_lengths_and_targets(self, digits):
-        data = self.data(digits)
+    def test_padding_lengths_targets_and_shards(self, digits):
+        """A process without an utterance has a placeholder."""
+        data = data_of(digits)
         frames, lengths, targets, counts = data.batch(0, 6, seed=0)
         chosen, _ = data._chosen(0, 6, seed=0)
         for row, i in enumerate(chosen):
@@ -93,55 +92,43 @@ class TestBatches:
             assert not frames[row, lengths[row] :].any()
             words = "".join(ALPHABET[t - 1] for t in targets[row, : counts[row]].tolist()).replace("|", " ")
             assert words == utterance.text
-        parts = [data.batch(0, 6, seed=0, shard=(rank, 2)) for rank in range(2)]
-        assert sum(len(p[0]) for p in parts) == len(frames)
-        held = list(data.validation(4))
-        assert sum(len(b[0]) for b in held) == 12
+        count = len(frames)
+        parts = [data.batch(0, 6, seed=0, shard=(rank, count + 1)) for rank in range(count + 1)]
+        assert [isinstance(part, PlaceholderBatch) for part in parts] == [False] * count + [True]
+        for part, whole in zip(parts, frames, strict=False):
+            assert torch.equal(part[0][0], whole[: part[1][0]])
+        assert sum(len(b[0]) for b in data.validation(4)) == 12
 
-    def test_process_without_an_utterance_has_a_placeholder(self, digits):
-        data = self.data(digits)
-        count = len(data.batch(0, 6, seed=0)[0])
-        batches = [data.batch(0, 6, seed=0, shard=(rank, count + 1)) for rank in range(count + 1)]
-        assert [isinstance(b, PlaceholderBatch) for b in batches] == [False] * count + [True]
-        assert len(batches[-1][0]) == 1
-
-    def test_spec_augment_from(self, digits):
-        training, held_out, _ = spoken_digits(digits, training=60, held_out=12)
-        late = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=5)
-        never = self.data(digits)
-        assert torch.equal(late.batch(4, 6, 0)[0], never.batch(4, 6, 0)[0])
-        assert not torch.equal(late.batch(5, 6, 0)[0], never.batch(5, 6, 0)[0])
-
-    def test_masks_differ_from_epoch_to_epoch(self, digits):
-        training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
-        masked = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=0)
+    def test_masks_begin_at_a_step_and_differ_from_epoch_to_epoch(self, digits):
+        late, never = data_of(digits, 1, training=12), data_of(digits, training=12)
         kept = []
-        for step in range(3):  # the whole set is one batch: an epoch is one step
-            chosen, number = masked._chosen(step, 1000, seed=0)
+        for step in range(4):  # the whole set is one batch: an epoch is one step
+            chosen, number = late._chosen(step, 1000, seed=0)
             assert number == step
-            frames, lengths, *_ = masked.batch(step, 1000, seed=0)
+            frames, lengths, *_ = late.batch(step, 1000, seed=0)
+            assert torch.equal(frames, never.batch(step, 1000, seed=0)[0]) == (step == 0)
             kept.append(frames[chosen.index(0), : lengths[chosen.index(0)]] != 0)
-        assert not torch.equal(kept[0], kept[1])
         assert not torch.equal(kept[1], kept[2])
-        assert torch.equal(masked.batch(1, 1000, seed=0)[0], masked.batch(1, 1000, seed=0)[0])
+        assert not torch.equal(kept[2], kept[3])
+        assert torch.equal(late.batch(1, 1000, seed=0)[0], late.batch(1, 1000, seed=0)[0])
 
     def test_frames_are_kept_as_they_are_within_a_limit_of_memory(self, digits, monkeypatch):
-        data, plain = self.data(digits), self.data(digits)
-        first = plain.batch(0, 1000, seed=0)[0]
+        data = data_of(digits)
+        first = data.batch(0, 1000, seed=0)[0].clone()
         data.spec_augment_from = 0
         assert not torch.equal(data.batch(0, 1000, seed=0)[0], first)
         data.spec_augment_from = None
-        monkeypatch.setattr(Speech, "_wave", None)  # nothing is read again
-        assert torch.equal(data.batch(0, 1000, seed=0)[0], first)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(speech, "_read", None)  # nothing is read again
+            assert torch.equal(data.batch(0, 1000, seed=0)[0], first)
         monkeypatch.setattr(speech, "MAX_CACHED_BYTES", 100_000)
-        limited = self.data(digits)
+        limited = data_of(digits)
         for _ in range(2):
             limited.batch(0, 1000, seed=0)
         assert 0 < sum(frames.nbytes for frames in limited._cached_frames.values()) == limited._cached_bytes <= 100_000
 
     def test_broken_recordings_are_counted_and_left_out(self, digits, capsys):
-        data = self.data(digits)
+        data = data_of(digits)
         first, *_ = data._chosen(0, 6, seed=0)[0]
         broken, missing = data.training[first].pieces[0][0], data.held_out[0].pieces[0][0]
         broken.write_bytes(b"no sound")
@@ -151,14 +138,12 @@ class TestBatches:
             assert len(frames) < len(data._chosen(0, 6, seed=0)[0])
         assert 0 < sum(len(b[0]) for b in data.validation(4)) < 12
         assert set(data.unreadable.errors) == {str(broken), str(missing)}
-        said = capsys.readouterr().out
-        assert said.count(f"unreadable recording {broken}: ") == 1
+        assert capsys.readouterr().out.count(f"unreadable recording {broken}: ") == 1
         assert data.unreadable_summary().startswith("2 of ")
-        assert str(broken) in data.unreadable_summary()
 
     def test_mostly_broken_recordings_are_an_error(self, digits, capsys):
         """One in a batch of its own is replaced."""
-        data, other = self.data(digits), self.data(digits)
+        data, other = data_of(digits), data_of(digits)
         (chosen,) = data._chosen(0, 0, seed=0)[0]  # no seconds at all: each batch is one utterance
         data.training[chosen].pieces[0][0].write_bytes(b"no sound")
         frames, lengths, *_ = data.batch(0, 0, seed=0)
@@ -172,11 +157,26 @@ class TestBatches:
         with pytest.raises(DataError, match="no held-out recording can be read"):
             list(Speech(missing[:3], missing[3:], CharTokenizer(ALPHABET)).validation(4))
 
+    def test_fingerprint_depends_on_contents(self, tmp_path):
+        path = tmp_path / "a.wav"
+        path.write_bytes(b"RIFF and so on")
+        utterance = Utterance(((path, 0.0, 1.0),), "one", 1.0)
+        before = Speech([utterance], [], CharTokenizer("abc")).fingerprint
+        assert Speech([utterance], [], CharTokenizer("abc")).fingerprint == before
+        path.write_bytes(b"RIFF and so off")
+        assert Speech([utterance], [], CharTokenizer("abc")).fingerprint != before
+
 
 class TestCorpora:
-    def test_spoken_digits(self, digits, tmp_path):
-        training, held_out, archive = spoken_digits(digits, training=50, held_out=20)
-        assert archive is None
+    def test_spoken_digits(self, digits, tmp_path, capsys):
+        """In a folder or an archive; recordings that cannot be read do not prevent the start."""
+        recordings = digits / "recordings"
+        (recordings / "3_ann_7.wav").write_bytes(b"no sound")
+        (recordings / "readme_of_this.wav").write_bytes(b"not a recording of a digit")
+        unreadable = UnreadableFiles("recording")
+        training, held_out = spoken_digits(digits, training=50, held_out=20, unreadable=unreadable)
+        assert (len(training), len(held_out), unreadable.total) == (50, 20, 80)
+        assert list(unreadable.errors) == [str(recordings / "3_ann_7.wav")]
         names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
         for part, test in ((training, False), (held_out, True)):
             for u in part:
@@ -187,17 +187,25 @@ class TestCorpora:
         packed = tmp_path / "fsdd.tar.gz"
         with tarfile.open(packed, "w:gz") as tar:
             tar.add(digits, "fsdd")
-        again, _, archive = spoken_digits(packed, training=50, held_out=20)
-        assert archive == packed
-        assert [u.text for u in again] == [u.text for u in training]
-        a = Speech(training, [], CharTokenizer(ALPHABET)).batch(0, 6, seed=0)
-        b = Speech(again, [], CharTokenizer(ALPHABET), archive=packed).batch(0, 6, seed=0)
-        assert torch.equal(a[0], b[0])
+        again, _ = spoken_digits(packed, training=50, held_out=20)
+        assert [(u.text, u.seconds) for u in again] == [(u.text, u.seconds) for u in training]
+        a, b = (Speech(strings, [], CharTokenizer(ALPHABET)) for strings in (training, again))
+        assert torch.equal(a.batch(0, 6, seed=0)[0], b.batch(0, 6, seed=0)[0])
+        digest = hashlib.sha256(b"80 0")
+        for u in again:
+            digest.update(f"{[(p.name, a, b) for p, a, b in u.pieces]} {u.text}\n".encode())
+        digest.update(files_sha256([(packed.name, packed)]).encode())
+        assert b.fingerprint == digest.hexdigest()
         with pytest.raises(DataError, match="FSDD's layout"):
             spoken_digits(tmp_path)
         (tmp_path / "broken.tar.gz").write_bytes(b"no archive")
         with pytest.raises(DataError, match="cannot read the archive"):
             spoken_digits(tmp_path / "broken.tar.gz")
+        for file in recordings.glob("*_ann_*.wav"):
+            file.write_bytes(b"no sound")
+        (recordings / "3_bob_7.wav").write_bytes(b"no sound")
+        with pytest.raises(DataError, match="41 of 80 recordings cannot be read"):
+            spoken_digits(digits)
 
     def test_librispeech(self, tmp_path, capsys):
         chapter = tmp_path / "dev-clean" / "12" / "34"
@@ -223,21 +231,6 @@ class TestCorpora:
             librispeech(tmp_path, ["dev-clean"])
         with pytest.raises(DataError, match="test-clean/SPEAKER/CHAPTER"):
             librispeech(tmp_path, ["test-clean"])
-
-    def test_unreadable_recordings_do_not_prevent_the_start(self, digits, tmp_path, capsys):
-        recordings = digits / "recordings"
-        (recordings / "3_ann_7.wav").write_bytes(b"no sound")
-        (recordings / "readme_of_this.wav").write_bytes(b"not a recording of a digit")
-        unreadable = UnreadableFiles("recording")
-        training, held_out, _ = spoken_digits(digits, training=50, held_out=20, unreadable=unreadable)
-        assert (len(training), len(held_out)) == (50, 20)
-        assert list(unreadable.errors) == [str(recordings / "3_ann_7.wav")]
-        assert unreadable.total == 80
-        for file in recordings.glob("*_ann_*.wav"):
-            file.write_bytes(b"no sound")
-        (recordings / "3_bob_7.wav").write_bytes(b"no sound")
-        with pytest.raises(DataError, match="41 of 80 recordings cannot be read"):
-            spoken_digits(digits)
 
     def test_tedlium(self, tmp_path):
         talk = tmp_path / "legacy" / "test"

@@ -1,15 +1,17 @@
 """Training: the loss decreases, a resumed run equals an uninterrupted one, and errors are clear."""
 
-import functools
+import contextlib
+import errno
 import math
+import os
 import random
 import shutil
 import signal
 import sys
+import threading
 import types
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,25 +24,24 @@ from sigattn.models.saving import load as load_model
 from sigattn.models.saving import save as save_model
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.vision import ViT, ViTConfig
-from sigattn.tasks.byol import BYOL
-from sigattn.tasks.ctc import CTC
-from sigattn.tasks.distillation import Distillation
-from sigattn.tasks.language import LanguageModelling
-from sigattn.tasks.simclr import SimCLR
+from sigattn.tasks import BYOL, CTC, Distillation, LanguageModelling, SimCLR
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig
+from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.loop import Interrupted, NonFiniteLossError, StopRequest
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from sigattn.validation import SettingsError
+from tests.test_cli import contents
 
-MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)
-TRAIN = TrainConfig(max_steps=12, batch_size=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
+MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)
+TRAIN = TrainConfig(max_steps=6, batch_size=4, warmup_steps=1, validate_every=3, checkpoint_every=2, seed=3)
+VISION = ViTConfig(image_size=8, patch_size=4, channels=1, num_layers=1, embed_dim=16, num_heads=2, num_classes=1)
 
 
 @pytest.fixture(scope="module")
 def text():
-    return TextData.from_bytes(load_text()[:40_000], 32, held_out=8)
+    return TextData.from_bytes(load_text()[:20_000], 16, held_out=8)
 
 
 class Utterances(Data):
@@ -57,40 +58,46 @@ class Utterances(Data):
         return [self.batch(99, 4, 0)]
 
 
-def train(model, config, data, folder, **options):
+def train(data, folder, config=TRAIN, model=MODEL, **options):
     return loop.train(LanguageModelling(), model, config, data, folder, **options)
 
 
 def numbers(folder):
-    return [
-        {k: v for k, v in row.items() if k != "samples_per_second"}
-        for row in metrics.read_metrics(folder / "metrics.jsonl")
-    ]
+    rows = metrics.read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in rows]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
     """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    train(MODEL, TRAIN, text, folder)
+    train(text, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, text):
+    """The folder of the same run with statistics."""
+    folder = tmp_path_factory.mktemp("measured")
+    train(text, folder, replace(TRAIN, statistics_every=5))
     return folder
 
 
 @pytest.fixture
 def finished(whole, tmp_path):
-    """A copy of that run."""
-    return Path(shutil.copytree(whole, tmp_path / "finished"))
+    """A copy of the uninterrupted run."""
+    return shutil.copytree(whole, tmp_path / "finished")
 
 
 def test_loss_decreases_and_results_are_saved(tmp_path, text):
-    train(MODEL, replace(TRAIN, max_steps=25, learning_rate=1e-2), text, tmp_path)
+    train(text, tmp_path, replace(TRAIN, max_steps=20, learning_rate=3e-2, checkpoint_every=6))
     rows = metrics.read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(25))
+    assert [row["step"] for row in rows] == list(range(20))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
-    assert [r["step"] for r in rows if "validation_bits" in r] == [*range(4, 25, 5)]
+    assert [r["step"] for r in rows if "validation_bits" in r] == [2, 5, 8, 11, 14, 17, 19]
     assert {"loss", "attention_norm", "gradient_norm", "learning_rate"} <= rows[0].keys()
     assert list(tmp_path.glob("events.out.tfevents*"))
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000024", "step-00000025"]
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000018", "step-00000020"]
     assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
@@ -109,46 +116,50 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, tmp_path, text, monke
         return loss(self, module, batch)
 
     monkeypatch.setattr(LanguageModelling, "loss", drawing)
-    train(MODEL, config, text, tmp_path / "whole")
-    whole, last = drawn.copy(), 6
+    train(text, tmp_path / "whole", config)
+    whole, last = drawn.copy(), 3
     assert len(set(whole)) == config.max_steps
     drawn.clear()
-    with pytest.raises(Interrupted, match="stopped after 6 of 12 steps"):
-        train(MODEL, config, text, tmp_path / "parts")
-    train(MODEL, config, text, tmp_path / "parts", resume=True)
+    with pytest.raises(Interrupted, match="stopped after 3 of 6 steps"):
+        train(text, tmp_path / "parts", config)
+    train(text, tmp_path / "parts", config, resume=True)
     assert drawn == whole
-    rows = numbers(tmp_path / "parts")
-    assert rows == numbers(tmp_path / "whole")
-    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     ours, theirs = (load_model(tmp_path / name / "model").state_dict() for name in ("parts", "whole"))
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
     drawn.clear()
-    train(MODEL, replace(config, seed=4, max_steps=2), text, tmp_path / "other")
+    train(text, tmp_path / "other", replace(config, seed=4, max_steps=2))
     assert not set(drawn) & set(whole)
 
 
-def test_killed_run_resumes_from_last_checkpoint(whole, tmp_path, text):
-    """Rows that were written after the checkpoint are written again, once."""
-    parts = tmp_path / "parts"
+def test_killed_run_resumes_from_its_last_whole_checkpoint(whole, tmp_path, text):
+    """Rows that were written after the checkpoint are written again, once. Resuming the finished run changes nothing."""
 
     def die(row):
-        if row["step"] == 6:
+        if row["step"] == 4:
             raise SystemExit
 
     with pytest.raises(SystemExit):
-        train(MODEL, TRAIN, text, parts, on_row=die)
-    with (parts / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "los')  # cut short
-    train(MODEL, TRAIN, text, parts, resume=True)
-    assert numbers(parts) == numbers(whole)
-
-
-def test_resuming_a_finished_run_changes_nothing(whole, finished, text):
-    model = train(MODEL, TRAIN, text, finished, resume=True)
-    assert numbers(finished) == numbers(whole)
-    saved = load_model(finished / "model").state_dict()
-    assert torch.equal(model.state_dict()["norm.weight"], saved["norm.weight"])
+        train(text, tmp_path, on_row=die)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "los')  # cut short
+    newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
+    (file,) = newest.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 16  # in a weight
+    file.write_bytes(content)
+    before = contents(tmp_path)
+    message = rf"cannot read the checkpoint {newest} \(delete it to continue from step-00000002\): {file} has changed"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        train(text, tmp_path, resume=True)
+    assert contents(tmp_path) == before
+    shutil.rmtree(newest)
+    train(text, tmp_path, resume=True)
+    assert numbers(tmp_path) == numbers(whole)
+    model = train(text, tmp_path, resume=True)
+    assert numbers(tmp_path) == numbers(whole)
+    assert torch.equal(model.norm.weight, load_model(whole / "model").norm.weight)
 
 
 def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
@@ -173,6 +184,21 @@ def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
     assert metrics.read_metrics(path) == whole  # cut short, without a warning
 
 
+def test_full_disk_keeps_the_metrics(tmp_path, monkeypatch):
+    log = metrics.MetricsLog(tmp_path)
+    log.write({"step": 0, "loss": 1.0})
+    log.close()
+
+    def half_written(path, text, **_more):
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", half_written)
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        metrics.MetricsLog(tmp_path, 1)
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
+
+
 def test_schedules():
     cosine = TrainConfig(max_steps=100, warmup_steps=10, final_learning_rate=0.1)
     assert [learning_rate_factor(cosine, s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
@@ -186,82 +212,52 @@ def test_schedules():
     assert {learning_rate_factor(constant, s) for s in range(100)} == {1.0}
 
 
-def test_weight_decay_and_mup_simple_apply_to_matrices_only():
-    """The class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors; weights (1, D) are a matrix."""
-    model = LanguageModel(replace(MODEL, learn_bias="head"))
-    groups = make_optimizer(model, TRAIN, 32).param_groups
-    assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1, 3})]
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
-    groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups
-    assert {(g["weight_decay"], g["factor"]) for g in groups} == {(0.1, 1.0), (0.0, 1.0), (0.1, 0.5)}
-    settings = {"image_size": 8, "patch_size": 4, "num_layers": 1, "embed_dim": 16, "num_heads": 2}
-    vision = ViT(ViTConfig(**settings, num_classes=1, pool="cls"))
-    bias = "blocks.0.attention.attention_bias.value"
-    for module, name, decay in ((vision, "cls", 0.0), (model, bias, 0.0), (vision, "output.weight", 0.1)):
-        groups = make_optimizer(module, replace(TRAIN, mup_simple=True), 1536).param_groups
-        (group,) = (g for g in groups if any(p is module.get_parameter(name) for p in g["params"]))
-        assert (group["weight_decay"], group["factor"]) == (decay, 1.0), name
+@pytest.mark.parametrize(
+    ("optimizer", "independent", "mup"),
+    [("adam", False, False), ("adamw", False, True), ("adamw", True, False), ("adamw", True, True)],
+)
+def test_steps_are_those_of_the_formula(optimizer, independent, mup):
+    """Adam (Kingma & Ba, Algorithm 1), with decoupled weight decay (Loshchilov & Hutter, Algorithm 2), in float64.
 
-
-@pytest.mark.parametrize("independent", [False, True])
-def test_weight_decay_shrinks_an_untouched_parameter_by_schedule_or_learning_rate(independent):
-    """Weights without a gradient, over a run of a μP model of width 1536 (factor ½) with warm-up and cosine."""
+    Decay is for matrices: the class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors, and the output's
+    weight, (1, D), is a matrix. μP-simple halves the learning rate of the matrices in blocks at width 1536.
+    """
     config = replace(
-        TRAIN, max_steps=40, learning_rate=1e-2, weight_decay=0.03, mup_simple=True, independent_decay=independent
-    )
-    model = LanguageModel(MODEL)
-    optimizer = make_optimizer(model, config, 1536)
-    before = [parameter.detach().double() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    schedule = [learning_rate_factor(config, step) for step in range(config.max_steps)]
-    for factor in schedule:
-        set_learning_rate(optimizer, config.learning_rate * factor)
-        optimizer.step()
-    in_blocks = [id(p) for g in optimizer.param_groups if g["factor"] == 0.5 for p in g["params"]]
-    assert in_blocks
-    for old, parameter in zip(before, model.parameters(), strict=True):
-        rate = 1.0 if independent else config.learning_rate * (0.5 if id(parameter) in in_blocks else 1.0)
-        decay = config.weight_decay if parameter.dim() >= 2 else 0.0
-        left = math.prod(1 - factor * rate * decay for factor in schedule)
-        torch.testing.assert_close(parameter.double(), left * old, rtol=1e-5, atol=1e-9)
-        assert (left < 0.6) == (independent and parameter.dim() >= 2)  # else at least 0.99
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_steps_are_those_of_the_formula(optimizer):
-    """Adam (Kingma & Ba, Algorithm 1), with decoupled weight decay (Loshchilov & Hutter, Algorithm 2), in float64."""
-    config = replace(TRAIN, optimizer=optimizer, learning_rate=0.1, weight_decay=0.0 if optimizer == "adam" else 0.3)
-    model = nn.Linear(3, 2)
-    stepped = make_optimizer(model, config, 32)
-    (beta1, beta2), values = config.betas, [p.detach().double() for p in model.parameters()]
-    moments = [(torch.zeros_like(v), torch.zeros_like(v)) for v in values]
+        TRAIN, optimizer=optimizer, learning_rate=0.1, weight_decay=0.0 if optimizer == "adam" else 0.3,
+        independent_decay=independent, mup_simple=mup,
+    )  # fmt: skip
+    model = ViT(replace(VISION, pool="cls", learn_bias="head", attention_bias=0.0))
+    stepped = make_optimizer(model, config, 1536)
+    (beta1, beta2), parameters = config.betas, dict(model.named_parameters())
+    assert {"cls", "output.weight", "blocks.0.attention.attention_bias.value"} <= parameters.keys()
+    values = {n: p.detach().double() for n, p in parameters.items()}
+    moments = {n: (torch.zeros_like(v), torch.zeros_like(v)) for n, v in values.items()}
     for step in range(1, 5):
-        for parameter in model.parameters():
+        factor = learning_rate_factor(config, step)
+        set_learning_rate(stepped, config.learning_rate * factor)
+        for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
         stepped.step()
-        for i, (parameter, (first, second)) in enumerate(zip(model.parameters(), moments, strict=True)):
+        for name, parameter in parameters.items():
+            first, second = moments[name]
             gradient = parameter.grad.double()
             first.mul_(beta1).add_((1 - beta1) * gradient)
             second.mul_(beta2).add_((1 - beta2) * gradient**2)
             direction = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + config.eps)
-            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
-            values[i] = values[i] - config.learning_rate * (direction + decay * values[i])
-            torch.testing.assert_close(parameter.double(), values[i], rtol=1e-5, atol=1e-6)
-
-
-def test_independent_decay_needs_adamw():
-    for change in ({"optimizer": "adam"}, {"learning_rate": 0.0}):
-        with pytest.raises(SettingsError, match="independent_decay=True needs"):
-            replace(TRAIN, independent_decay=True, **change)
+            is_vector = parameter.dim() == 1 or name in ("cls", "blocks.0.attention.attention_bias.value")
+            in_block = mup and name.startswith("blocks") and not is_vector
+            rate = config.learning_rate * factor * (0.5 if in_block else 1.0)
+            decay = 0.0 if is_vector else config.weight_decay * (factor if independent else rate)
+            values[name] = values[name] - rate * direction - decay * values[name]
+            torch.testing.assert_close(parameter.double(), values[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_ema_is_evaluated_and_saved(tmp_path, text):
     """Without dropout, which a training step has."""
     config = replace(TRAIN, ema=0.5, max_steps=3, validate_every=1, schedule="constant")
     dropping = replace(MODEL, dropout=0.5, feed_forward="gelu")
-    plain = train(dropping, replace(config, ema=None), text, tmp_path / "plain")
-    model = train(dropping, config, text, tmp_path / "average")
+    plain = train(text, tmp_path / "plain", replace(config, ema=None), dropping)
+    model = train(text, tmp_path / "average", config, dropping)
     assert not torch.equal(model.norm.weight, plain.norm.weight)
     assert torch.equal(load_model(tmp_path / "average" / "model").norm.weight, model.norm.weight)
     tokens, targets = map(torch.cat, zip(*text.validation(8), strict=True))
@@ -272,11 +268,9 @@ def test_ema_is_evaluated_and_saved(tmp_path, text):
 
 
 @pytest.mark.parametrize("settings", [{"grad_accum_steps": 3}, {"checkpoint_activations": True}], ids=str)
-def test_accumulation_and_activation_checkpointing_keep_results(tmp_path, text, settings):
-    closely = replace(TRAIN, statistics_every=11)
-    train(MODEL, closely, text, tmp_path / "plain")
-    train(MODEL, replace(closely, **settings), text, tmp_path / "other")
-    for a, b in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "other"), strict=True):
+def test_accumulation_and_activation_checkpointing_keep_results(measured, tmp_path, text, settings):
+    train(text, tmp_path, replace(TRAIN, statistics_every=5, **settings))
+    for a, b in zip(numbers(measured), numbers(tmp_path), strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() & {"loss", "gradient_norm", "row_mass", "hoyer_sparsity", "max_logit"}:
             assert a[name] == pytest.approx(b[name], rel=2e-4)
@@ -296,13 +290,6 @@ def test_micro_batches_are_weighted_by_the_terms_of_their_loss(tmp_path, text):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2e-5, atol=0)
 
 
-def test_losses_of_the_whole_batch_cannot_be_accumulated(tmp_path, text):
-    vision = ViTConfig(image_size=8, patch_size=4, channels=1, num_layers=1, embed_dim=16, num_heads=2)
-    for task in (SimCLR(projector_dim=8, output_dim=4), BYOL(projector_dim=8, output_dim=4)):
-        with pytest.raises(SettingsError, match=f"{type(task).__name__} does not support grad_accum_steps=2"):
-            loop.train(task, vision, replace(TRAIN, grad_accum_steps=2), text, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("task", "model", "training", "message"),
     [
@@ -311,54 +298,111 @@ def test_losses_of_the_whole_batch_cannot_be_accumulated(tmp_path, text):
         (LanguageModelling(), {"dropout": 0.1, "feed_forward": "gelu"}, {}, "dropout=0.1: set dropout=0.0"),
         (LanguageModelling(), {}, {"compile": True}, "compile=True: set compile=False"),
         (LanguageModelling(), {}, {"statistics_every": 5}, "statistics_every=5: set statistics_every=0"),
+        (SimCLR(projector_dim=8, output_dim=4), None, {"grad_accum_steps": 2}, "grad_accum_steps=2"),
+        (BYOL(projector_dim=8, output_dim=4), None, {"grad_accum_steps": 2}, "grad_accum_steps=2"),
     ],
     ids=str,
 )
-def test_unsupported_context_parallelism_raises(tmp_path, text, task, model, training, message):
-    config = replace(TRAIN, context_parallel=2, **training)
+def test_settings_that_do_not_fit_together_raise(tmp_path, text, task, model, training, message):
+    """Context parallelism, and losses that need the whole batch."""
+    config = replace(TRAIN, **(training if model is None else {"context_parallel": 2, **training}))
     with pytest.raises(SettingsError, match=f"does not support .*{message}"):
-        loop.train(task, replace(MODEL, **model), config, text, tmp_path)
+        loop.train(task, VISION if model is None else replace(MODEL, **model), config, text, tmp_path)
+    for change in ({"optimizer": "adam"}, {"learning_rate": 0.0}):
+        with pytest.raises(SettingsError, match="independent_decay=True needs"):
+            replace(TRAIN, independent_decay=True, **change)
 
 
-def test_run_of_several_processes_is_evaluated_on_one(tmp_path, text):
-    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
-    wanted = loop.evaluate(LanguageModelling(), MODEL, TRAIN, text, tmp_path)
+def test_run_of_several_processes_is_evaluated_on_one(whole, finished, text):
     shared = replace(TRAIN, tensor_parallel=2, context_parallel=2, compile=True)
-    assert loop.evaluate(LanguageModelling(), MODEL, shared, text, tmp_path) == wanted
+    wanted = loop.evaluate(LanguageModelling(), MODEL, TRAIN, text, whole)
+    assert wanted["bits"] == pytest.approx(numbers(whole)[-1]["validation_bits"])
+    for _ in range(2):  # the saved model, then the last checkpoint
+        assert loop.evaluate(LanguageModelling(), MODEL, shared, text, finished) == wanted
+        shutil.rmtree(finished / "model", ignore_errors=True)
 
 
-def test_half_precision(tmp_path, text):
-    train(MODEL, TRAIN, text, tmp_path / "plain")
-    train(MODEL, replace(TRAIN, precision="bfloat16"), text, tmp_path / "half")
-    plain, half = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "half"))
+def test_half_precision(whole, tmp_path, text):
+    train(text, tmp_path, replace(TRAIN, precision="bfloat16"))
+    plain, half = (numbers(folder)[-1]["loss"] for folder in (whole, tmp_path))
     assert plain != half
     assert half == pytest.approx(plain, rel=0.02)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("unchecked")
-def test_compiled(tmp_path, text, monkeypatch):
-    # without inductor, whose kernels take two seconds each
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
-    model = replace(MODEL, num_layers=1)
-    train(model, replace(TRAIN, max_steps=3), text, tmp_path / "plain")
-    train(model, replace(TRAIN, max_steps=3, compile=True), text, tmp_path / "compiled")
-    plain, compiled = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "compiled"))
-    assert compiled == pytest.approx(plain, rel=1e-4)
+def test_compile_compiles_the_module(tmp_path, text, monkeypatch):
+    """Losses and gradients of compiled modules: tests/recipes."""
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    assert train(text, tmp_path, replace(TRAIN, max_steps=1, compile=True)) is compiled[0]
 
 
-def test_non_finite_loss_names_last_good_checkpoint(tmp_path, text, monkeypatch):
-    good = LanguageModelling.loss
+@pytest.mark.parametrize("what", ["loss nan, gradient norm ", r"loss \d.*, gradient norm nan"])
+def test_what_is_not_finite_stops_before_the_update(what, whole, tmp_path, text, monkeypatch):
+    """The message names the last checkpoint. The slope of a square root at 0 is infinite, and times 0 NaN."""
+    loss, weights = LanguageModelling.loss, []
 
     def bad(self, module, batch):
-        return good(self, module, batch) * (math.nan if len(numbers(tmp_path)) == 9 else 1)
+        value = loss(self, module, batch)
+        if module.training and len(numbers(tmp_path)) == 5:
+            weights.append((module, {n: t.clone() for n, t in module.state_dict().items()}))
+            return value * math.nan if "loss nan" in what else value + (0 * module.embedding.weight.sum()).sqrt()
+        return value
 
     monkeypatch.setattr(LanguageModelling, "loss", bad)
-    with pytest.raises(NonFiniteLossError, match=r"step 9: loss nan.*the last good checkpoint is .*step-00000008"):
-        train(MODEL, TRAIN, text, tmp_path)
+    with pytest.raises(NonFiniteLossError, match=rf"step 5: {what}.*; the last good checkpoint is .*step-00000004"):
+        train(text, tmp_path)
+    ((module, before),) = weights
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
     monkeypatch.undo()
-    train(MODEL, TRAIN, text, tmp_path, resume=True)
-    assert len(numbers(tmp_path)) == 12
+    train(text, tmp_path, resume=True)
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def ruin(monkeypatch, after):
+    """Make a weight NaN by an update whose loss and gradient are finite."""
+    step, count = torch.optim.AdamW.step, []
+
+    def ruined(optimizer, *args):
+        step(optimizer, *args)
+        count.append(1)
+        if len(count) == after:
+            optimizer.param_groups[-1]["params"][-1].data.fill_(math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", ruined)
+
+
+@pytest.mark.parametrize(("validate_every", "checkpoint_every"), [(6, 2), (2, 6)])
+def test_weights_that_are_not_finite_are_neither_validated_nor_kept(
+    validate_every, checkpoint_every, whole, tmp_path, text, monkeypatch
+):
+    ruin(monkeypatch, 4)
+    config = replace(TRAIN, validate_every=validate_every, checkpoint_every=checkpoint_every)
+    last = "the last good checkpoint is .*-00000002" if checkpoint_every == 2 else "there is no checkpoint yet"
+    with pytest.raises(NonFiniteLossError, match=f"step 3: weights that are not finite; {last}$"):
+        train(text, tmp_path, config)
+    assert not (tmp_path / "model").exists()
+    monkeypatch.undo()
+    train(text, tmp_path, config, resume=True)
+    assert [row["loss"] for row in numbers(tmp_path)] == [row["loss"] for row in numbers(whole)]
+
+
+def test_interrupt_writes_no_checkpoint_of_weights_that_are_not_finite(tmp_path, text, monkeypatch):
+    ruin(monkeypatch, 1)
+    with pytest.raises(NonFiniteLossError, match="step 0: weights that are not finite; there is no checkpoint"):
+        train(text, tmp_path, on_row=lambda _: signal.raise_signal(signal.SIGTERM))
+
+
+def test_non_finite_checkpoint_and_validation_loss_raise(tmp_path, text, monkeypatch):
+    ruin(monkeypatch, 6)
+    monkeypatch.setattr(loop.Trainer, "_check_weights", lambda *_: None)
+    monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": 1.0})
+    train(text, tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000006 holds weights that are not finite"):
+        train(text, tmp_path / "run", resume=True)
+    monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": math.nan})
+    with pytest.raises(NonFiniteLossError, match=r"step 2: held-out loss nan; .*step-00000002"):
+        train(text, tmp_path / "validated")
 
 
 def test_spikes_are_counted():
@@ -367,33 +411,6 @@ def test_spikes_are_counted():
     assert count_spikes([*calm[:40], 9.0, *calm, 5.0, 6.0, 7.0, *calm, 3.0], 3.0) == 2
     assert count_spikes([9.0, *calm], 3.0) == 0  # the beginning is not judged
     assert count_spikes([], 3.0) == 0
-
-
-def test_unfinished_checkpoints_are_deleted(tmp_path, text):
-    folder = tmp_path / "checkpoints"
-    (folder / "step-00000006.unfinished").mkdir(parents=True)
-    (folder / "step-00000002.old").mkdir()
-    assert checkpoint.list_checkpoints(folder) == []
-    train(MODEL, replace(TRAIN, max_steps=4, checkpoint_every=2, seed=3), text, tmp_path)
-    assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
-
-
-def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
-    """The loss itself is finite: the slope of a square root at 0 is infinite, and times 0 NaN."""
-    loss, weights = LanguageModelling.loss, []
-
-    def bad(self, module, batch):
-        value = loss(self, module, batch)
-        if module.training and len(numbers(tmp_path)) == 9:
-            weights.append((module, {n: t.clone() for n, t in module.state_dict().items()}))
-            value = value + (0 * module.embedding.weight.sum()).sqrt()
-        return value
-
-    monkeypatch.setattr(LanguageModelling, "loss", bad)
-    with pytest.raises(NonFiniteLossError, match=r"step 9: loss \d.*, gradient norm nan; .*step-00000008"):
-        train(MODEL, replace(TRAIN, max_grad_norm=None), text, tmp_path)
-    ((module, before),) = weights
-    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
 
 def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_is_ignored():
@@ -411,14 +428,11 @@ def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_is_ignored():
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == previous
 
 
-def test_statistics_every(whole, tmp_path, text):
+def test_statistics_every(whole, measured, text):
     """Against the model's own report at the first step; nothing else changes."""
-    train(MODEL, replace(TRAIN, statistics_every=5), text, tmp_path / "closely")
-    rows = metrics.read_metrics(tmp_path / "closely" / "metrics.jsonl")
-    assert [r["step"] for r in rows if "row_mass" in r] == [0, 5, 10]
-    names = {"row_mass", "hoyer_sparsity", "max_logit"}
-    plain = [{k: v for k, v in r.items() if k not in names} for r in numbers(tmp_path / "closely")]
-    assert plain == numbers(whole)
+    rows, names = numbers(measured), {"row_mass", "hoyer_sparsity", "max_logit"}
+    assert [r["step"] for r in rows if "row_mass" in r] == [0, 5]
+    assert [{k: v for k, v in r.items() if k not in names} for r in rows] == numbers(whole)
     torch.manual_seed(TRAIN.seed)
     report = LanguageModel(MODEL).attention_report(text.batch(0, TRAIN.batch_size, TRAIN.seed)[0])
     for name, key in (("row_mass", "row_mass_mean"), ("hoyer_sparsity", "hoyer_sparsity")):
@@ -445,16 +459,70 @@ def test_wandb_receives_the_same_rows(tmp_path, text, monkeypatch):
     module = types.ModuleType("wandb")
     module.init = Run
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config = replace(TRAIN, wandb="project")
-    train(MODEL, config, text, tmp_path)
+    config = replace(TRAIN, wandb="project", max_steps=2)
+    train(text, tmp_path, config)
     first = runs[-1]
     assert first.rows == metrics.read_metrics(tmp_path / "metrics.jsonl")
     assert first.finished
     assert first.settings["project"] == "project"
     assert first.settings["config"]["learning_rate"] == TRAIN.learning_rate
-    train(MODEL, config, text, tmp_path, resume=True)
+    train(text, tmp_path, config, resume=True)
     assert runs[-1].settings["id"] == first.settings["id"]
     assert runs[-1].rows == []
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):
-        train(MODEL, config, text, tmp_path / "other")
+        train(text, tmp_path / "other", config)
+
+
+@contextlib.contextmanager
+def other_process(folder):
+    """A process that holds the lock of a folder until the context ends; its number."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with lock_folder(folder):
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        yield child
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_one_process_at_a_time_writes_into_a_folder(finished, text):
+    """Its lock is released when the process is killed."""
+    before = contents(finished)
+    with other_process(finished):
+        with pytest.raises(FolderInUseError, match="another process or thread is writing into the run folder"):
+            train(text, finished, resume=True)
+        with pytest.raises(FolderInUseError):
+            train(text, finished, replace(TRAIN, seed=1))
+    assert contents(finished) | before == contents(finished)
+    assert contents(finished).keys() - before.keys() <= {finished / "run.lock"}
+    with other_process(finished) as child:
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        train(text, finished, resume=True)
+
+
+def test_one_thread_at_a_time_writes_into_a_folder(tmp_path):
+    found = []
+
+    def attempt():
+        try:
+            with lock_folder(tmp_path / "." / ""):
+                found.append("entered")
+        except FolderInUseError as error:
+            found.append(str(error))
+
+    with lock_folder(tmp_path), lock_folder(tmp_path):
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    attempt()
+    assert "another process or thread is writing into the run folder" in found[0]
+    assert found[1:] == ["entered"]

@@ -25,7 +25,12 @@ SIZE_1B = {"num_layers": 24, "embed_dim": 2048, "num_heads": 32}
 WITHOUT_BIAS = {"norm_placement": "hybrid", "attention_bias": 0.0}
 C4 = TextSource(name="C4, realnews split, T5 tokens")
 ABLATED = LanguageModelConfig(
-    vocab_size=32_100, feed_forward="gelu", norm="layer", qk_norm="layer", position="rope", initialization="trunc_normal"
+    vocab_size=32_100,
+    feed_forward="gelu",
+    norm="layer",
+    qk_norm="layer",
+    position="rope",
+    initialization="trunc_normal",
 )
 ABLATION = TrainConfig(precision="bfloat16", weight_decay=0.0, max_grad_norm=None)
 

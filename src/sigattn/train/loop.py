@@ -247,7 +247,11 @@ class Trainer:
         return done
 
     def train(
-        self, done: int, settings: dict[str, Any], log: MetricsLog | None, on_row: Callable[[Row], None] = lambda _: None
+        self,
+        done: int,
+        settings: dict[str, Any],
+        log: MetricsLog | None,
+        on_row: Callable[[Row], None] = lambda _: None,
     ) -> None:
         """Run the steps after the first ``done``, with validations and checkpoints; ``on_row`` and errors as in ``train``.
 
@@ -282,7 +286,9 @@ class Trainer:
                         keep_checkpoints=config.keep_checkpoints,
                     )
                 if stop:
-                    raise Interrupted(f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop)
+                    raise Interrupted(
+                        f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop
+                    )
 
     def _is_finite(self) -> bool:
         """Return True if all weights and the optimizer's state, on all processes, are finite."""
