@@ -168,9 +168,10 @@ def test_invalid_utf_8(tmp_path):
 
 def test_parquet(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
-    with monkeypatch.context() as patch, pytest.raises(MissingPackageError, match="need pyarrow: pip install"):
-        patch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPackageError, match="need pyarrow: pip install"):
         list(iter_documents(tmp_path))
+    monkeypatch.undo()
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
     assert list(iter_documents(tmp_path)) == ["one", "two"]

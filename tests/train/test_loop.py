@@ -134,7 +134,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, tmp_path, text, monke
 
 
 def test_killed_run_resumes_from_its_last_whole_checkpoint(whole, tmp_path, text):
-    """Rows that were written after the checkpoint are written again, once. Resuming the finished run changes nothing."""
+    """Rows written after the checkpoint are written again, once. Resuming the finished run changes nothing."""
 
     def die(row):
         if row["step"] == 4:
@@ -219,8 +219,8 @@ def test_schedules():
 def test_steps_are_those_of_the_formula(optimizer, independent, mup):
     """Adam (Kingma & Ba, Algorithm 1), with decoupled weight decay (Loshchilov & Hutter, Algorithm 2), in float64.
 
-    Decay is for matrices: the class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors, and the output's
-    weight, (1, D), is a matrix. μP-simple halves the learning rate of the matrices in blocks at width 1536.
+    Decay is for matrices: the class token, (1, 1, D), and the bias of each head, (H, 1, 1), are vectors, and the
+    output's weight, (1, D), is a matrix. μP-simple halves the learning rate of the matrices in blocks at width 1536.
     """
     config = replace(
         TRAIN, optimizer=optimizer, learning_rate=0.1, weight_decay=0.0 if optimizer == "adam" else 0.3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,7 +90,8 @@ class TextSource(DataSource):
                 )
             if path is None or not is_streamed(path):
                 return TextData.from_bytes(load_text(path), length)
-            encode, unit = _bytes, "bytes"
+            encode: Callable[[str], list[int]] = _bytes
+            unit = "bytes"
         elif path is None:
             raise SettingsError(
                 "a tokenizer needs a text: a file, or a folder of .txt, .jsonl, .parquet and others", "data"

@@ -21,8 +21,8 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 
 MILLION = 1 << 20  # tokens
-SIZE_1B = {"num_layers": 24, "embed_dim": 2048, "num_heads": 32}
-WITHOUT_BIAS = {"norm_placement": "hybrid", "attention_bias": 0.0}
+SIZE_1B: dict[str, Any] = {"num_layers": 24, "embed_dim": 2048, "num_heads": 32}
+WITHOUT_BIAS: dict[str, Any] = {"norm_placement": "hybrid", "attention_bias": 0.0}
 C4 = TextSource(name="C4, realnews split, T5 tokens")
 ABLATED = LanguageModelConfig(
     vocab_size=32_100,
@@ -86,7 +86,7 @@ def _of_table(
 
 def _of_sensitivity(k: int, parameters: str) -> Recipe:
     """Return the recipe of the model with κ heads of the figures of learning-rate sensitivity (Sect. "Ablations")."""
-    sizes = {"num_layers": 2 * k, "embed_dim": 64 * k, "num_heads": k, "mlp_dim": 256 * k}
+    sizes: dict[str, Any] = {"num_layers": 2 * k, "embed_dim": 64 * k, "num_heads": k, "mlp_dim": 256 * k}
     return _language(
         f"lm-kappa-{k}",
         "LR sensitivity",

@@ -133,9 +133,7 @@ class Recipe:
         return {
             "Domain": self.domain,
             "Objective": self.objective,
-            "Model Size": f"{millions / 1e3:.1f}B"
-            if millions >= 1e3
-            else f"{millions:.{0 if millions >= 10 else 1}f}M",
+            "Model Size": f"{millions / 1e3:.1f}B" if millions >= 1e3 else f"{millions:.{int(millions < 10)}f}M",
             "Pos Embed": positions.get(position, position),
             "QK Norm": "No" if t.qk_norm == "none" else "Yes",
             "LayerScale": "No" if t.init_values is None else "Yes",

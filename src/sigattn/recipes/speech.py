@@ -31,7 +31,7 @@ def _speech(
     hours: float,
     **training: Any,
 ) -> Recipe:
-    """Return a recipe: parts of LibriSpeech, settings of the model, hours of speech in a batch, settings of training."""
+    """Return a recipe for parts of LibriSpeech, with ``hours`` of speech in a batch."""
     size = "960" if parts == LS960 else "100"
     return Recipe(
         name,

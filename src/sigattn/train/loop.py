@@ -253,7 +253,7 @@ class Trainer:
         log: MetricsLog | None,
         on_row: Callable[[Row], None] = lambda _: None,
     ) -> None:
-        """Run the steps after the first ``done``, with validations and checkpoints; ``on_row`` and errors as in ``train``.
+        """Run the steps after the first ``done``, with validations and checkpoints; ``on_row`` and errors: ``train``.
 
         ``settings`` are compared when the run is resumed; ``log`` is that of the main process.
         """
