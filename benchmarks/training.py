@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.results_file import ResultsFile
 from sigattn.data.dataset import Data
-from sigattn.data.digits import Digits
+from sigattn.data.images import Digits
 from sigattn.data.text import TextData
 from sigattn.models.vision import SIZES
 from sigattn.recipes import find_recipe

@@ -26,7 +26,7 @@ from experiments import cache, intervals, sweep
 from experiments.experiment import Row, Setting
 from experiments.pages import markdown_table
 from sigattn.data.dataset import Batch
-from sigattn.data.digits import Digits
+from sigattn.data.images import Digits
 from sigattn.models.vision import ViT
 from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe

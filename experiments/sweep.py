@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from experiments import cache, tones
 from experiments.experiment import ExperimentError, Setting
 from sigattn.data.dataset import Data
-from sigattn.files import write_text
+from sigattn.files import check_files, write_text
 from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
-from sigattn.train import checkpoint, loop, metrics
+from sigattn.train import loop, metrics
 from sigattn.train.folder_lock import LOCK_FILE, lock_folder
 from sigattn.train.loop import NonFiniteLossError
 
@@ -77,7 +79,11 @@ class Outcome:
         """Return the trained model, or that of the checkpoint after ``step`` steps, in evaluation mode."""
         model = saving.load(self.folder / "model").eval()
         if step is not None:
-            checkpoint.load_weights(self.folder / "checkpoints" / f"step-{step:08d}", model)
+            path = self.folder / "checkpoints" / f"step-{step:08d}"
+            (file,) = path.glob("*.safetensors")
+            check_files(path, [file.name])
+            weights = {n.removeprefix("model."): t for n, t in load_file(file).items() if n.startswith("model.")}
+            model.load_state_dict(weights)
         return model
 
 

@@ -10,8 +10,7 @@ import torch
 import sigattn.files
 from sigattn.data import images
 from sigattn.data.dataset import MAX_NAMED, DataError, UnreadableFiles, draw_samples, sample_generator
-from sigattn.data.digits import Digits
-from sigattn.data.images import ImageFolder
+from sigattn.data.images import Digits, ImageFolder
 
 
 def test_order_passes_over_all_samples():

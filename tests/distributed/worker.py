@@ -8,14 +8,11 @@ from pathlib import Path
 import torch
 
 from sigattn.data.dataset import PlaceholderBatch
-from sigattn.data.digits import Digits
+from sigattn.data.images import Digits
 from sigattn.data.text import TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.vision import ViTConfig
-from sigattn.tasks.byol import BYOL
-from sigattn.tasks.classification import Classification
-from sigattn.tasks.language import LanguageModelling
-from sigattn.tasks.simclr import SimCLR
+from sigattn.tasks import BYOL, Classification, LanguageModelling, SimCLR
 from sigattn.train import loop
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError

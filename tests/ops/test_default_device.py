@@ -37,7 +37,7 @@ PROGRAM = """
         import sigattn
         import sigattn.flash
         from sigattn import sigmoid_attention
-        from sigattn.data.speech_features import mel_filters
+        from sigattn.data.speech import mel_filters
 
         first = results({calls!r})
     for name, again in results({calls!r}).items():

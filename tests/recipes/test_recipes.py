@@ -10,8 +10,9 @@ import torch
 
 from sigattn.models.saving import build, load, save
 from sigattn.nn.guide import recommend
-from sigattn.recipes import RECIPES, RecipeError, find_recipe
+from sigattn.recipes import RECIPES, find_recipe
 from sigattn.recipes.datasets import load_dataset
+from sigattn.validation import SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")
 
@@ -184,7 +185,7 @@ def test_find_recipe():
     assert find_recipe("lm-1b-2k").with_transformer(num_kv_heads=8).tiny().transformer.num_kv_heads == 1
     assert find_recipe("vit-mae-tiny").model.encoder.embed_dim == 64
     assert find_recipe("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
-    with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
+    with pytest.raises(SettingsError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
         find_recipe("lm-2b")
 
 

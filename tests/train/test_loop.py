@@ -9,9 +9,9 @@ import shutil
 import signal
 import sys
 import threading
-import types
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -443,32 +443,17 @@ def test_statistics_every(whole, measured, text):
 
 def test_wandb_receives_the_same_rows(tmp_path, text, monkeypatch):
     """Against a stand-in for wandb: the same run, each row once, and the same run again when resumed."""
-    runs = []
-
-    class Run:
-        def __init__(self, **settings):
-            self.settings, self.rows, self.finished = settings, [], False
-            runs.append(self)
-
-        def log(self, row, step):
-            self.rows.append({"step": step, **row})
-
-        def finish(self):
-            self.finished = True
-
-    module = types.ModuleType("wandb")
-    module.init = Run
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    config = replace(TRAIN, wandb="project", max_steps=2)
-    train(text, tmp_path, config)
-    first = runs[-1]
-    assert first.rows == metrics.read_metrics(tmp_path / "metrics.jsonl")
-    assert first.finished
-    assert first.settings["project"] == "project"
-    assert first.settings["config"]["learning_rate"] == TRAIN.learning_rate
-    train(text, tmp_path, config, resume=True)
-    assert runs[-1].settings["id"] == first.settings["id"]
-    assert runs[-1].rows == []
+    wandb, config = mock.MagicMock(), replace(TRAIN, wandb="project", max_steps=2)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for resume in (False, True):
+        train(text, tmp_path, config, resume=resume)
+    rows = [{**call.args[0], "step": call.kwargs["step"]} for call in wandb.init.return_value.log.call_args_list]
+    assert rows == metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert wandb.init.return_value.finish.call_count == 2
+    first, again = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["project"] == "project"
+    assert first["config"]["learning_rate"] == TRAIN.learning_rate
+    assert first["id"] == again["id"]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):
         train(text, tmp_path / "other", config)

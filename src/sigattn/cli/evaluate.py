@@ -11,8 +11,7 @@ import tyro
 
 from sigattn.cli.runs import TOKENIZER, load_language_model, read_run
 from sigattn.data.dataset import DataError
-from sigattn.data.digits import Digits
-from sigattn.data.images import ImageFolder
+from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import END
 from sigattn.files import write_text
 from sigattn.models import saving

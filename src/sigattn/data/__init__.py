@@ -2,9 +2,8 @@
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, UnreadableFiles
-from sigattn.data.digits import Digits
 from sigattn.data.documents import iter_documents
-from sigattn.data.images import ImageFolder
+from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.text import StreamedText, TextData, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer

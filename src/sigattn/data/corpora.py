@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from sigattn.data.dataset import DataError, UnreadableFiles
+from sigattn.data.dataset import DataError
 from sigattn.data.speech import Utterance, open_recording, read_archive
 from sigattn.optional import require
 
@@ -26,29 +26,21 @@ def group_by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utteran
     return groups
 
 
-def librispeech(root: Path, parts: Sequence[str], unreadable: UnreadableFiles | None = None) -> list[Utterance]:
+def librispeech(root: Path, parts: Sequence[str]) -> list[Utterance]:
     """Return the utterances of LibriSpeech, ``PART/SPEAKER/CHAPTER/`` with ``….trans.txt`` and ``….flac`` files.
 
-    Args:
-        root: folder of the parts.
-        parts: names of the parts.
-        unreadable: collects the recordings that are missing or broken, which are left out.
-
     Raises:
-        DataError: if a part is missing, or most recordings cannot be read.
+        DataError: if a part is missing.
         MissingPackageError: if soundfile is missing.
     """
-    texts: dict[Path, str] = {}
+    utterances = []
     for part in parts:
-        folder, before = root / part, len(texts)
-        for transcript in sorted(folder.glob("*/*/*.trans.txt")):
-            for line in _lines(transcript):
-                name, _, text = line.partition(" ")
-                texts[transcript.parent / f"{name}.flac"] = text
-        if len(texts) == before:
-            raise DataError(f"looked for {folder}/SPEAKER/CHAPTER/*.trans.txt (LibriSpeech's layout) and found none")
-    seconds = _durations(texts, unreadable)
-    return [Utterance(((path, 0.0, math.inf),), text, seconds[path]) for path, text in texts.items() if path in seconds]
+        transcripts = sorted((root / part).glob("*/*/*.trans.txt"))
+        lines = [(transcript, line.partition(" ")) for transcript in transcripts for line in _lines(transcript)]
+        if not lines:
+            raise DataError(f"looked for {root / part}/SPEAKER/CHAPTER/*.trans.txt (LibriSpeech's layout), found none")
+        utterances += [_recording(transcript.parent / f"{name}.flac", text) for transcript, (name, _, text) in lines]
+    return utterances
 
 
 def tedlium(root: Path, part: str) -> list[Utterance]:
@@ -79,12 +71,7 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
 
 
 def spoken_digits(
-    source: Path,
-    *,
-    training: int = 3000,
-    held_out: int = 200,
-    longest: int = 7,
-    unreadable: UnreadableFiles | None = None,
+    source: Path, *, training: int = 3000, held_out: int = 200, longest: int = 7
 ) -> tuple[list[Utterance], list[Utterance]]:
     """Return training and held-out strings of 1 to ``longest`` spoken digits: FSDD recordings of one speaker.
 
@@ -93,25 +80,22 @@ def spoken_digits(
         training: number of training strings.
         held_out: number of held-out strings, made of the official test recordings (0 to 4).
         longest: largest number of digits per string.
-        unreadable: collects the recordings that are broken, which are left out.
 
     Raises:
-        DataError: if there are no recordings, or most of them cannot be read.
+        DataError: if there are no recordings.
         MissingPackageError: if soundfile is missing.
     """
     folder = source / "recordings" if (source / "recordings").is_dir() else source
     files = read_archive(source) if source.is_file() else folder.glob("*.wav")
-    durations = _durations(sorted(path for path in files if _FSDD_NAME.fullmatch(path.stem)), unreadable)
     strings = []
+    digits: dict[bool, dict[str, list[Utterance]]] = {False: defaultdict(list), True: defaultdict(list)}
+    for path in sorted(path for path in files if _FSDD_NAME.fullmatch(path.stem)):
+        digit, speaker, index = path.stem.split("_")
+        digits[int(index) < 5][speaker].append(_recording(path, DIGITS[int(digit)]))
     for is_test, count in ((False, training), (True, held_out)):
-        by_speaker: dict[str, list[Utterance]] = defaultdict(list)
-        for path, seconds in durations.items():
-            digit, speaker, index = path.stem.split("_")
-            if (int(index) < 5) == is_test:
-                by_speaker[speaker].append(Utterance(((path, 0.0, math.inf),), DIGITS[int(digit)], seconds))
-        if not by_speaker:
+        if not digits[is_test]:
             raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
-        speakers = [by_speaker[speaker] for speaker in sorted(by_speaker)]
+        speakers = [digits[is_test][speaker] for speaker in sorted(digits[is_test])]
         generator = torch.Generator().manual_seed(int(is_test))
         strings.append([_draw_string(speakers, longest, generator) for _ in range(count)])
     return strings[0], strings[1]
@@ -141,15 +125,11 @@ def _lines(file: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(";;")]
 
 
-def _durations(recordings: Iterable[Path], unreadable: UnreadableFiles | None) -> dict[Path, float]:
-    """Return the duration in seconds of each readable recording; add the others to ``unreadable``."""
+def _recording(path: Path, text: str) -> Utterance:
+    """Return a whole recording; one that cannot be read has no duration, and is reported when a batch needs it."""
     soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
-    unreadable, paths = UnreadableFiles("recording") if unreadable is None else unreadable, list(recordings)
-    unreadable.total += len(paths)
-    durations: dict[Path, float] = {}
-    for path in paths:
-        try:
-            durations[path] = soundfile.info(open_recording(path)).duration
-        except Exception as error:  # decoders raise many types of errors for broken files
-            unreadable.add(str(path), f"{type(error).__name__}: {error}")
-    return durations
+    try:
+        seconds = soundfile.info(open_recording(path)).duration
+    except Exception:  # decoders raise many types of errors for broken files
+        seconds = 0.0
+    return Utterance(((path, 0.0, math.inf),), text, seconds)

@@ -9,25 +9,21 @@ from sigattn.recipes.datasets import load_dataset, load_held_out
 from sigattn.recipes.recipe import DataSource, Recipe
 from sigattn.validation import SettingsError
 
-__all__ = ["RECIPES", "DataSource", "Recipe", "RecipeError", "find_recipe", "load_dataset", "load_held_out"]
+__all__ = ["RECIPES", "DataSource", "Recipe", "find_recipe", "load_dataset", "load_held_out"]
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in vision.RECIPES + speech.RECIPES + language.RECIPES}
-
-
-class RecipeError(SettingsError):
-    """Error of a name that no recipe has; the message is one line."""
 
 
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
 
     Raises:
-        RecipeError: if there is no such recipe.
+        SettingsError: if there is no such recipe.
     """
     base, _, form = name.rpartition("-")
     if form in ("tiny", "softmax"):
         recipe = find_recipe(base)
         return recipe.tiny() if form == "tiny" else recipe.softmax()
     if name not in RECIPES:
-        raise RecipeError(f"no recipe is called {name!r}; sigattn recipes lists them: {', '.join(RECIPES)}")
+        raise SettingsError(f"no recipe is called {name!r}; sigattn recipes lists them: {', '.join(RECIPES)}")
     return RECIPES[name]

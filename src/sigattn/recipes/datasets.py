@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
-from sigattn.data.dataset import Data, DataError, UnreadableFiles
-from sigattn.data.digits import Digits
+from sigattn.data.dataset import Data, DataError
 from sigattn.data.documents import hub_documents, is_streamed
-from sigattn.data.images import Augmentation, ImageFolder
+from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.text import StreamedText, TextData, load_text
 from sigattn.data.tokens import document_encoder, load_packed, tokenize_corpus
@@ -139,34 +138,23 @@ class SpeechSource(DataSource):
             raise SettingsError(f"{recipe.name} trains on {self.name}: name its folder", "data")
         if not path.exists():
             raise DataError(f"no such file or folder: {path}")
-        unreadable = UnreadableFiles("recording")
         if self.librispeech:
-            training = librispeech(path, self.librispeech, unreadable)
-            held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
+            training, held_out = librispeech(path, self.librispeech), librispeech(path, ("dev-clean", "dev-other"))
         else:
-            training, held_out = spoken_digits(path, unreadable=unreadable)
-        return self._speech(recipe, training, held_out, unreadable)
+            training, held_out = spoken_digits(path)
+        return self._speech(recipe, training, held_out)
 
     def load_held_out(self, recipe: Recipe, path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
-        if path is not None and (splits := [name for name in LIBRISPEECH_SPLITS if (path / name).is_dir()]):
-            parts: dict[str, Data] = {}
-            for name in splits:
-                unreadable = UnreadableFiles("recording")
-                utterances = librispeech(path, [name], unreadable)
-                parts[name] = self._speech(recipe, (), utterances, unreadable)
-            return parts
-        if path is not None and (path / "legacy").is_dir():
-            by_duration = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
-            return {name: self._speech(recipe, (), part) for name, part in by_duration.items() if part}
-        return super().load_held_out(recipe, path, tokenizer)
+        parts: dict[str, list[Utterance]] = {}
+        if path is not None:
+            parts = {name: librispeech(path, [name]) for name in LIBRISPEECH_SPLITS if (path / name).is_dir()}
+            if not parts and (path / "legacy").is_dir():
+                parts = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
+        if not parts:
+            return super().load_held_out(recipe, path, tokenizer)
+        return {name: self._speech(recipe, (), utterances) for name, utterances in parts.items() if utterances}
 
-    def _speech(
-        self,
-        recipe: Recipe,
-        training: Sequence[Utterance],
-        held_out: Sequence[Utterance],
-        unreadable: UnreadableFiles | None = None,
-    ) -> Speech:
+    def _speech(self, recipe: Recipe, training: Sequence[Utterance], held_out: Sequence[Utterance]) -> Speech:
         model: Any = recipe.model
         task: Any = recipe.task
         return Speech(
@@ -175,7 +163,6 @@ class SpeechSource(DataSource):
             CharTokenizer(task.alphabet),
             num_mel_bins=model.num_mel_bins,
             spec_augment_from=self.spec_augment_from,
-            unreadable=unreadable,
         )
 
 

@@ -61,8 +61,22 @@ class Distillation(Task):
         return self.task.build(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the other task's loss plus weight · KL, a scalar."""
-        return distillation_loss(self.task, module, batch, self._teacher, self.weight)
+        """Return the other task's loss plus weight · KL(teacher ‖ module), a scalar."""
+        calls: list[tuple[Any, Any, Any]] = []
+        hook = module.register_forward_hook(
+            lambda _, args, kwargs, out: calls.append((args, kwargs, out)), with_kwargs=True
+        )
+        try:
+            loss = self.task.loss(module, batch)
+        finally:
+            hook.remove()
+        ((args, kwargs, output),) = calls
+        with torch.no_grad():  # the same inputs, which may be mixed images
+            wanted, _ = self.task.distributions(self._teacher(*args, **kwargs), batch)
+        logits, weights = self.task.distributions(output, batch)
+        student, teacher = (x.float().log_softmax(-1) for x in (logits, wanted))
+        divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        return loss + self.weight * (divergences.mean() if weights is None else (divergences * weights).sum())
 
     def count(self, batch: Batch) -> Tensor | int:
         return self.task.count(batch)
@@ -79,37 +93,3 @@ class Distillation(Task):
     @functools.cached_property
     def _teacher(self) -> nn.Module:
         return saving.load(Path(self.teacher), init_process_mesh().device).requires_grad_(False)
-
-
-def distillation_loss(task: Task, module: nn.Module, batch: Batch, teacher: nn.Module, weight: float) -> Tensor:
-    """Return a task's loss plus ``weight`` times the mean KL(teacher ‖ module) of the outputs for the same inputs.
-
-    Args:
-        task: one that ``Distillation`` supports. module, batch: as in ``Task.loss``.
-        teacher: called with the inputs that the task gives to ``module``, without gradient.
-    """
-    calls: list[tuple[Any, Any, Any]] = []
-    hook = module.register_forward_hook(
-        lambda _, args, kwargs, out: calls.append((args, kwargs, out)), with_kwargs=True
-    )
-    try:
-        loss = task.loss(module, batch)
-    finally:
-        hook.remove()
-    ((args, kwargs, output),) = calls
-    with torch.no_grad():
-        teacher_output = teacher(*args, **kwargs)
-    logits, weights = task.distributions(output, batch)
-    return loss + weight * divergence(task.distributions(teacher_output, batch)[0], logits, weights)
-
-
-def divergence(teacher: Tensor, student: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return KL(teacher ‖ student) in nats, the mean over all distributions.
-
-    Args:
-        teacher, student: logits, (…, classes).
-        weights: (…), of each distribution in a weighted sum that replaces the mean.
-    """
-    student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
-    divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-    return divergences.mean() if weights is None else (divergences * weights).sum()

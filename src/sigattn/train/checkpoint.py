@@ -143,18 +143,6 @@ def load(
     return step
 
 
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Load the weights of a checkpoint, on one process, into a module that was built like the one that was saved.
-
-    Raises:
-        CheckpointError: if the checkpoint is damaged, or lacks a weight of the module.
-    """
-    _open(path, ProcessMesh())
-    state = module.state_dict()
-    _read_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, ProcessMesh())
-    module.load_state_dict(state)
-
-
 def _open(path: Path, processes: ProcessMesh) -> tuple[int, dict[str, Any]]:
     """Check the files of a checkpoint; return its number of steps and settings."""
     with _errors_on_all_processes(_cannot_read(path), processes):

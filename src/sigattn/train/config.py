@@ -106,6 +106,8 @@ class TrainConfig:
         validation.check_probability(self, "betas")
         validation.check_fraction(self, "ema")
         validation.check_seed(self, "seed")
+        validation.check_among(("adamw", "adam", "adagrad"), self, "optimizer")
+        validation.check_among(("cosine", "steps", "constant"), self, "schedule")
         validation.check_bool(self, "independent_decay", "mup_simple", "checkpoint_activations", "compile")
         if self.independent_decay and (self.optimizer != "adamw" or not self.learning_rate):
             raise SettingsError(

@@ -10,7 +10,6 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from sigattn.nn.initialization import is_matrix, mup_simple
 from sigattn.train.config import TrainConfig
-from sigattn.validation import SettingsError
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Optimizer:
@@ -38,9 +37,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
         parameters = [parameter for group in options for parameter in group["params"]]
         fused = all(type(p) is nn.Parameter and p.device.type in ("cpu", "cuda") for p in parameters)
         return kind(options, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
-    if config.optimizer == "adagrad":
-        return Adagrad(options, lr=config.learning_rate)
-    raise SettingsError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')
+    return Adagrad(options, lr=config.learning_rate)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
@@ -63,7 +60,5 @@ def learning_rate_factor(config: TrainConfig, step: int) -> float:
         progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
         final = config.final_learning_rate
         return final + (1 - final) * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
-    if config.schedule == "steps":
-        halvings = 0 if step < config.decay_start else 1 + (step - config.decay_start) // config.decay_every
-        return warmup * 0.5**halvings
-    raise SettingsError(f'schedule must be "cosine", "steps" or "constant", got {config.schedule!r}')
+    halvings = 0 if step < config.decay_start else 1 + (step - config.decay_start) // config.decay_every
+    return warmup * 0.5**halvings
