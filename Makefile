@@ -2,6 +2,7 @@
 # make test   runs every test
 # make test-minimum   runs the operator's tests with the oldest PyTorch and Triton that are supported
 # make test-integrations   runs a sample with the oldest transformers, timm and llvmlite that are supported, and with the newest
+# make test-arm64   runs the tests of backend "llvm" on an emulated ARM processor: half an hour, and a download of 5 GB
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
 # make mutation N=40   mutates the operator, and counts what the tests catch; the unmutated code alone takes minutes
 # make mutation N=30 PART=src/sigattn/train/checkpoint.py   mutates another file or folder
@@ -20,7 +21,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # and must be kept then, also where the environment forbids it: the tests start a hundred processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-minimum setup-integrations torchvision-apart demo test test-minimum test-integrations test-kernels sweep mutation train-all experiments experiment benchmark lint format docs figures clean
+.PHONY: setup setup-minimum setup-integrations torchvision-apart demo test test-minimum test-integrations test-arm64 test-kernels sweep mutation train-all experiments experiment benchmark lint format docs figures clean
 
 setup: .venv/installed
 
@@ -74,6 +75,10 @@ test-minimum: setup-minimum
 	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
 	    or (match_the_formula and (batched or few or tuned)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py
+
+# Without a test that forks a process with threads, at which qemu 7.2 ends
+test-arm64: setup
+	tests/arm64.sh --durations=10 -k "not without_the_runtime" tests/ops/test_llvm.py
 
 test-integrations: test-integrations-minimum test-integrations-newest
 

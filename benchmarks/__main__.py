@@ -10,6 +10,7 @@ from benchmarks.cpu import benchmark_cpu
 from benchmarks.decode import benchmark_decode
 from benchmarks.hybridnorm import benchmark_hybridnorm
 from benchmarks.kernels import benchmark_kernels
+from benchmarks.microtiles import benchmark_microtiles
 from benchmarks.overhead import benchmark_overhead
 from benchmarks.static import benchmark_static
 from benchmarks.steps import benchmark_steps
@@ -25,6 +26,7 @@ BENCHMARKS: dict[str, Callable[..., object]] = {
     "accuracy": benchmark_accuracy,
     "decode": benchmark_decode,
     "hybridnorm": benchmark_hybridnorm,
+    "microtiles": benchmark_microtiles,
     "overhead": benchmark_overhead,
     "steps": benchmark_steps,
     "tune": tune_kernels,

@@ -24,7 +24,7 @@ from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_proce
 # processors whose instructions this one has, one of each kind of registers
 PROCESSORS = {"this one": host_processor()}
 if torch.cpu.get_capabilities()["architecture"] == "x86_64":
-    PROCESSORS["vectors of 128 bits"] = Processor(NEON, "haswell")
+    PROCESSORS["vectors of 128 bits"] = Processor(NEON._replace(by_element=False), "haswell")
     if torch.cpu.get_capabilities()["avx512_bw"]:
         PROCESSORS |= {"avx2": Processor(AVX2, "haswell"), "no bfloat16": Processor(AVX512, "skylake-avx512")}
 COMPILED = {name: {} for name in PROCESSORS} | {"this one": calls._compiled}  # kernels of each by dtype

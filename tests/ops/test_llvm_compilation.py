@@ -17,7 +17,7 @@ if llvm.machine_unavailable() is not None:
 from llvmlite import binding
 
 from sigattn.ops.llvm import calls, compilation
-from sigattn.ops.llvm.processor import AVX2, AVX512, AVX512_BF16, NEON, Processor, host_processor
+from sigattn.ops.llvm.processor import AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Processor, host_processor
 
 binding.initialize_all_targets()
 binding.initialize_all_asmprinters()
@@ -26,8 +26,8 @@ PROCESSORS = [
     *(Processor(AVX2, name, triple=X86) for name in ("haswell", "znver2", "znver3", "alderlake")),
     *(Processor(AVX512, name, triple=X86) for name in ("skylake-avx512", "icelake-server")),
     *(Processor(AVX512_BF16, name, triple=X86) for name in ("sapphirerapids", "znver4", "znver5")),
-    *(Processor(NEON, name, triple=ARM) for name in ("neoverse-n1", "neoverse-v1", "neoverse-v2")),
-    *(Processor(NEON, name, triple=ARM) for name in ("apple-m1", "apple-m4")),
+    *(Processor(NEON, name, triple=ARM) for name in ("neoverse-n1", "apple-m1")),
+    *(Processor(NEON_BF16, name, triple=ARM) for name in ("neoverse-v1", "neoverse-v2", "apple-m4")),
 ]
 FIRST = {processor.registers: processor for processor in reversed(PROCESSORS)}
 

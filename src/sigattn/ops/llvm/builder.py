@@ -187,7 +187,7 @@ class Builder:
 
     def __init__(self, function: Any, registers: Registers) -> None:
         self.ir = ir.IRBuilder(function.append_basic_block())
-        self.lanes, self.has_bf16 = registers.lanes, registers.has_bf16
+        self.lanes, self.has_bf16, self.by_element = registers.lanes, registers.has_bf16, registers.by_element
         self.floats, self.int32s, self.int16s = (ir.VectorType(kind, self.lanes) for kind in (FLOAT, INT32, INT16))
 
     # loops and conditions
@@ -289,6 +289,17 @@ class Builder:
         first = self.ir.insert_element(undefined, value.raw, constant(0, INT32))
         return Value(self, self.ir.shuffle_vector(first, undefined, constant(0, self.int32s)))
 
+    def splat_factor(self, value: Value) -> Value:
+        """Return a vector of one float32, the factor of several products.
+
+        On ARM LLVM would load the number into all elements, which takes a vector unit as long as a multiply-add does.
+        Empty assembly hides where the number comes from; it is then loaded once, and multiplied as an element.
+        """
+        if self.by_element:
+            identity = ir.InlineAsm(ir.FunctionType(FLOAT, [FLOAT]), "", "=w,0")
+            value = Value(self, self.ir.call(identity, [value.raw]))
+        return self.splat(value)
+
     def select(self, condition: Value, a: Value | int, b: Value | int) -> Value:
         """Return a where a condition is true, else b; integers of Python are indices."""
         return Value(self, self.ir.select(condition.raw, raw_index(a), raw_index(b)))
@@ -349,10 +360,11 @@ class Builder:
     # bfloat16, as integers of 16 bits
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
-        """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction of AVX512-BF16 or more."""
+        """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction if there is one."""
         if self.has_bf16:
             pairs = ir.VectorType(_BFloat16(), 2 * self.lanes)
-            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            arm, x86 = "llvm.aarch64.neon.bfdot.v4f32.v8bf16", f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            name = arm if self.by_element else x86
             return self.intrinsic(name, c, a.bitcast(pairs), b.bitcast(pairs))
         a, b = a.bitcast(self.int32s), b.bitcast(self.int32s)
         low_a, low_b = ((x << 16).bitcast(self.floats) for x in (a, b))
@@ -366,7 +378,7 @@ class Builder:
     def round(self, vector: Value) -> Value:
         """Return a vector rounded to the nearest bfloat16, ties to even; a NaN remains one.
 
-        Without an instruction of AVX512-BF16, LLVM would call a library function for each number.
+        Without an instruction for it, LLVM would call a library function for each number.
         """
         if self.has_bf16:
             kind = ir.VectorType(_BFloat16(), self.lanes)

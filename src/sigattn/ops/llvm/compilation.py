@@ -34,7 +34,13 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
 
 
 def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes:
-    """Return the kernels as an object file.
+    """Return the kernels as an object file; the arguments are those of ``optimize``."""
+    machine, module = optimize(processor, per_word, level)
+    return machine.emit_object(module)
+
+
+def optimize(processor: Processor, per_word: int, level: int = 3) -> tuple[Any, Any]:
+    """Return LLVM's description of a processor, and the module of the kernels optimised for it.
 
     Args:
         processor: that runs them. per_word: elements of a tensor in a word. level: of optimisation, 0 to 3.
@@ -46,4 +52,4 @@ def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
-    return machine.emit_object(module)
+    return machine, module

@@ -55,7 +55,7 @@ class Microtiles(Module):
         with b.loop(0, size, carried=sums) as k:
             vectors = [(right[k] + c * b.lanes).load_vector() for c in range(columns)]
             for r in range(rows):
-                x = b.splat((lines[r] + k * column_stride).load())
+                x = b.splat_factor((lines[r] + k * column_stride).load())
                 for i, vector in enumerate(vectors, r * columns):
                     sums[i] = b.fma(x, vector, sums[i]) if self.per_word == 1 else b.dot(x, vector, sums[i])
 

@@ -6,6 +6,7 @@ import functools
 import platform
 from typing import NamedTuple
 
+import torch
 from llvmlite import binding
 
 
@@ -15,7 +16,8 @@ class Registers(NamedTuple):
     lanes: int  # numbers of float32 in a vector
     rows: int  # of a microtile, even
     columns: int  # vectors in a row of a microtile
-    has_bf16: bool = False  # instructions multiply, add and round bfloat16 (AVX512-BF16)
+    has_bf16: bool = False  # instructions multiply, add and round bfloat16 (AVX512-BF16, or BF16 of ARM)
+    by_element: bool = False  # instructions multiply a vector by an element of another (NEON)
 
     @property
     def tile(self) -> int:
@@ -26,7 +28,8 @@ class Registers(NamedTuple):
 AVX512_BF16 = Registers(lanes=16, rows=6, columns=4, has_bf16=True)  # 32 registers
 AVX512 = Registers(lanes=16, rows=6, columns=4)
 AVX2 = Registers(lanes=8, rows=6, columns=2)  # 16 registers
-NEON = Registers(lanes=4, rows=6, columns=4)  # 32 registers
+NEON = Registers(lanes=4, rows=6, columns=4, by_element=True)  # 32 registers
+NEON_BF16 = NEON._replace(has_bf16=True)
 
 
 class Processor(NamedTuple):
@@ -54,7 +57,8 @@ def host_processor() -> Processor | None:
     elif features.get("avx2") and features.get("fma"):
         registers = AVX2
     elif platform.machine() in ("aarch64", "arm64"):
-        registers = NEON
+        features["bf16"] = torch.cpu.get_capabilities().get("bf16", False)  # which LLVM does not find
+        registers = NEON_BF16 if features["bf16"] else NEON
     else:
         return None
     return Processor(registers, binding.get_host_cpu_name(), features.flatten())
