@@ -1,7 +1,7 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and those of other processors; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
+these and those of other processors; microtiles.md from results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
 results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
@@ -224,6 +224,23 @@ def error_table(report: Row) -> str:
     return f"{table(head, lines)}\nMean relative error of a weight. {provenance(report)}.\n"
 
 
+def microtiles_table(report: Row) -> str:
+    """Return a table of the modelled multiply-adds in a cycle."""
+    lines = [
+        [
+            row["processor"],
+            row["dtype"],
+            f"{row['rows']} × {row['columns']}",
+            f"{row['multiply_adds']:.1f}",
+            f"{row['of_peak']:.2f}",
+            row["note"],
+        ]
+        for row in report["rows"]
+    ]
+    head = ["processor", "dtype", "rows × vectors", "multiply-adds a cycle", "of the peak", "LLVM's description"]
+    return f"{table(head, lines)}\n{report['llvm-mca'].strip()}, {report['date'][:10]}, commit {report['commit'][:12]}.\n"
+
+
 def table(head: list[str], lines: list[list[str]]) -> str:
     """Return a table in Markdown."""
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
@@ -256,6 +273,7 @@ def write(folder: Path) -> None:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / "speed.md").write_text(speed_table(speed[0]))
     (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
+    (folder / "microtiles.md").write_text(microtiles_table(json.loads((RESULTS / "microtiles.json").read_text())))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
 

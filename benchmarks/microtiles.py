@@ -86,7 +86,7 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
                 row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
                 rows.append({**row, "note": note})
     print_rows("multiply-adds in a cycle, by llvm-mca", rows, _COLUMNS)
-    version = _run([config.llvm_mca, "--version"]).split("\n")[0]
+    version = next(line for line in _run([config.llvm_mca, "--version"]).splitlines() if "version" in line)
     report = describe("microtiles", asdict(config)) | {"llvm-mca": version, "rows": rows}
     write(config.results, report)
     print(f"results: {config.results}")

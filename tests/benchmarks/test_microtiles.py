@@ -10,6 +10,7 @@ from sigattn.ops.llvm.processor import NEON, Processor
 
 STANDIN = """#!/bin/sh
 [ "$1" = --version ] || cat > {folder}/loop.s
+echo 'LLVM version 19'
 echo 'Total Cycles:      1200'
 echo '  - V1UnitV0  [ 97.00% ]'
 echo '  - Data Dependencies:  [ 98.00% ]'
