@@ -1,8 +1,9 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and those of other processors; microtiles.md from results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
-results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+these and those of other processors; microtiles.md from results/microtiles.json; steps.md from the results named in
+``STEPS_RESULTS``; error.svg and error.md from results/accuracy/accuracy.json; quality.svg from
+results/compare/results.json.
 """
 
 import json
@@ -238,7 +239,9 @@ def microtiles_table(report: Row) -> str:
         for row in report["rows"]
     ]
     head = ["processor", "dtype", "rows × vectors", "multiply-adds a cycle", "of the peak", "LLVM's description"]
-    return f"{table(head, lines)}\n{report['llvm-mca'].strip()}, {report['date'][:10]}, commit {report['commit'][:12]}.\n"
+    return (
+        f"{table(head, lines)}\n{report['llvm-mca'].strip()}, {report['date'][:10]}, commit {report['commit'][:12]}.\n"
+    )
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
