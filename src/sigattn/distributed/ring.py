@@ -20,8 +20,8 @@ from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops.attention import DENSE
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result
-from sigattn.ops.normalization import add_parts, new_row_sums
-from sigattn.ops.problem import Problem, select_rows
+from sigattn.ops.normalization import add_parts
+from sigattn.ops.problem import Problem, new_row_sums, select_rows
 
 
 class Ring(NamedTuple):

@@ -26,8 +26,7 @@ from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, onnx, settings, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
-from sigattn.ops.normalization import new_row_sums
-from sigattn.ops.problem import P, Problem, new_output
+from sigattn.ops.problem import P, Problem, new_result
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -235,14 +234,9 @@ class Operator(Generic[P]):
     def _fake_forward(self, *args: Any) -> Result:
         *fields, backend, save = args
         problem = self.problem_type(*fields)
-        weights = self.backends[backend].saved_weights(problem) if save else None
-        shape, dtype = weights or ((0,), problem.query.dtype)
-        sums = problem.normalize and self.formula is not None and backend != "reference"
-        return Result(
-            new_output(problem.query, problem.value.shape[-1]),
-            problem.query.new_empty(shape, dtype=dtype),
-            new_row_sums(problem.query) if sums else problem.query.new_empty(0),
-        )
+        saved = self.backends[backend].saved_weights(problem) if save else None
+        has_sums = problem.normalize and self.formula is not None and backend != "reference"
+        return new_result(problem.query, problem.value.shape[-1], has_sums, saved)
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the forward op."""

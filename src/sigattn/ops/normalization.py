@@ -20,23 +20,11 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import reference
-from sigattn.ops.gradients import Result, Saved
-from sigattn.ops.problem import Problem, new_output
+from sigattn.ops.gradients import Result
+from sigattn.ops.problem import Problem
 
 SMALLEST_SUM = 2.0**-80  # of a row that is not lifted; weights that underflow are less than 2^-46 of it
 LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
-
-
-def new_row_sums(query: Tensor) -> Tensor:
-    """Return uninitialised memory for the sum and the lift of each row of a query."""
-    return query.new_empty(*query.shape[:-1], 2, dtype=torch.promote_types(query.dtype, torch.float32))
-
-
-def new_result(query: Tensor, width: int, normalize: bool, saved: Saved | None = None) -> Result:
-    """Return uninitialised memory for the results of a forward pass; query: (B, Hq, N, D), or packed (T, Hq, D)."""
-    shape, dtype = saved or ((0,), query.dtype)
-    row_sums = new_row_sums(query) if normalize else query.new_empty(0)
-    return Result(new_output(query, width), query.new_empty(shape, dtype=dtype), row_sums)
 
 
 def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], object]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sigattn.ops import settings, validation
 from sigattn.ops.autocast import is_autocast_enabled
 from sigattn.ops.block_mask import Blocks
+from sigattn.ops.gradients import Result, Saved
 
 UNLIMITED = -1  # a window side without a limit
 # b below -log M where the weights of a row are divided by their sum: with it small language models of three kinds were
@@ -340,6 +341,20 @@ def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width), or pa
     for dim in reversed(memory_order(query)):
         strides[dim], stride = stride, stride * shape[dim]
     return query.new_empty_strided(shape, strides)  # not a permuted tensor, which autograd would take for a view
+
+
+def new_row_sums(query: Tensor) -> Tensor:
+    """Return uninitialised memory for the sum and the lift (``normalization``) of each row of a query."""
+    return query.new_empty(*query.shape[:-1], 2, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def new_result(query: Tensor, width: int, has_sums: bool, saved: Saved | None = None) -> Result:
+    """Return uninitialised memory for the results of a forward pass; query: (B, Hq, N, D), or packed (T, Hq, D)."""
+    # the first case of ``new_output``, without its call
+    out = query.new_empty((*query.shape[:-1], width)) if query.is_contiguous() else new_output(query, width)
+    shape, dtype = saved or ((0,), query.dtype)
+    row_sums = new_row_sums(query) if has_sums else query.new_empty(0)
+    return Result(out, query.new_empty(shape, dtype=dtype), row_sums)
 
 
 def in_order_of(query: Tensor, out: Tensor) -> Tensor:

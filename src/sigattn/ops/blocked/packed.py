@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.normalization import add_parts, new_result
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem
+from sigattn.ops.normalization import add_parts
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, VarlenProblem, new_result
 
 # measured on CPUs
 FEW_ROWS = 16  # queries of a key head up to which a long cache is split

@@ -21,8 +21,7 @@ from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import make_plan, round_up
 from sigattn.ops.llvm.threads import parallel
 from sigattn.ops.memory import keep_memory_warm
-from sigattn.ops.normalization import new_result
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, new_result
 
 MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
 NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, without_saved
 from sigattn.ops.hopper import launch as launch_hopper
-from sigattn.ops.normalization import new_row_sums
-from sigattn.ops.problem import Problem, VarlenProblem, new_output
+from sigattn.ops.problem import Problem, VarlenProblem, new_output, new_row_sums
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
 from sigattn.ops.triton.forward import fwd_kernel
