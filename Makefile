@@ -89,7 +89,7 @@ test-integrations-%: .venv-integrations-%/installed
 	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
 	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" \
 	    tests/integrations/test_timm_conversion.py tests/integrations/test_transformers.py tests/integrations/test_transformers_conversion.py \
-	    tests/integrations/test_transformers_configurations.py tests/integrations/test_transformers_model.py \
+	    tests/integrations/test_transformers_model.py \
 	    tests/integrations/test_transformers_written.py tests/integrations/test_peft.py tests/ops/test_llvm.py
 
 test-kernels: setup

@@ -126,7 +126,7 @@ def test_packed_sequences_match_the_formula(backend, case):
 
 
 @pytest.mark.parametrize("way", ways("triton"))
-@fuzz(18)
+@fuzz(10)
 @given(case=packed_cases(interpreted=not torch.cuda.is_available()))
 def test_packed_sequences_of_triton_match_the_formula(way, case):
     check_packed("triton", way, case)
@@ -221,15 +221,8 @@ def test_dropout_of_packed_and_padded_agrees(backend):
         torch.testing.assert_close(a, b)
 
 
-def test_the_reference_is_refused_by_name_in_a_compiled_graph():
-    q, starts = torch.randn(12, 2, 8), torch.tensor([0, 5, 12])
-    compiled = torch.compile(flash.flash_attn_varlen_func, fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="'reference' does not support this call: it reads the lengths of sequences"):
-        compiled(q, q, q, starts, starts, 7, 7, backend="reference")
-
-
 def test_compile_and_opcheck():
-    """In one graph; forward mode through an explicit backend raises."""
+    """In one graph; forward mode, and the reference in a graph, raise by name."""
     q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
 
@@ -239,8 +232,10 @@ def test_compile_and_opcheck():
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
     a, b = (torch.autograd.grad(f(q, k, v).square().sum(), (q, k, v)) for f in (compiled, call))
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(a, b)
+    reference = torch.compile(flash.flash_attn_varlen_func, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="'reference' does not support this call: it reads the lengths of sequences"):
+        reference(q, k, v, starts, starts, 7, 7, backend="reference")
 
     tensors = [t.detach() for t in (q, k, v)]
     tensors += [torch.randn(2, 1, 1, 1), torch.randn(1, 2, 7, 1), torch.rand(1, 2, 2), starts, starts]
@@ -270,12 +265,10 @@ def test_precision():
     q = torch.randn(1, 8, 2, 8)
     try:
         set_sigmoid_precision("fast")
-        torch.testing.assert_close(
-            flash.flash_attn_func(q, q, q), flash.flash_attn_func(q, q, q, sigmoid_precision="accurate")
-        )
-        for unknown in ("quick", None):
-            with pytest.raises(ValueError, match=f"unknown precision {unknown!r}; choose one of 'accurate', 'fast'$"):
-                set_sigmoid_precision(unknown)
+        accurate = flash.flash_attn_func(q, q, q, sigmoid_precision="accurate")
+        torch.testing.assert_close(flash.flash_attn_func(q, q, q), accurate)
+        with pytest.raises(ValueError, match=r"unknown precision 'quick'; choose one of 'accurate', 'fast'$"):
+            set_sigmoid_precision("quick")
     finally:
         set_sigmoid_precision("accurate")
     with pytest.raises(ValueError, match="unknown sigmoid precision"):
@@ -317,34 +310,30 @@ def packed(*args, **options):
     return lambda: flash.flash_attn_varlen_func(P, P, P, *args, **options)
 
 
-WRONG = {
-    "softcap": (dense(softcap=-30.0), ValueError, "flash_attn_func: softcap must be"),
-    "probs": (dense(return_attn_probs=True), ValueError, "attention_statistics"),
+WRONG = {  # what the operators do not check for sigmoid_attention, or under another name
+    "probs": (dense(return_attn_probs=True), ValueError, "flash_attn_func: .*attention_statistics"),
     "rank": (dense(P, P, P), ValueError, r"4 dimensions.*q \(10, 4, 8\)"),
-    "heads": (dense(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "4 heads of q are not a multiple of the 3 of k"),
-    "other layout": (dense(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, r"as in PyTorch's .*, call sigattn.sigmoid_att"),
-    "length": (dense(Q, Q[:, :3], Q), ValueError, "k and v must have the same length"),
+    "other layout": (
+        dense(Q, Q[:, :, :3], Q[:, :, :3]),
+        ValueError,
+        r"4 heads of q are not a multiple of the 3 of k.*as in PyTorch's .*, call sigattn.sigmoid_att",
+    ),
     "not a tensor": (dense(None, Q, Q), TypeError, "q must be a tensor"),
     "bias shape": (dense(sigmoid_bias=torch.zeros(3)), ValueError, r"\(B,\) = \(2,\)"),
     "slopes": (dense(alibi_slopes=torch.ones(3)), ValueError, r"slopes must be \(Hq,\), \(B, Hq\); got q \(2, 5"),
     "window": (dense(window_size=3), TypeError, "window_size must be a pair"),
-    "scale": (dense(softmax_scale="x"), TypeError, "softmax_scale must be a number"),
     "causal": (dense(causal="no"), TypeError, "causal must be True or False, got 'no'"),
     "mask": (dense(attn_mask=torch.ones(5, 6) > 0), ValueError, r"func: attn_mask does not br.* = \(2, 4, 5, 5\)"),
-    "mask type": (dense(attn_mask=[[True]]), TypeError, "attn_mask must be a tensor, bool"),
     "flash-attn 3's order": (dense(Q, Q, Q, 0.25, True), TypeError, "softmax_scale must be a number, got True"),
     "its scale None": (dense(Q, Q, Q, None, True), TypeError, "dropout_p must be a number, got None"),
     "qkv": (lambda: flash.flash_attn_qkvpacked_func(Q), ValueError, r"\(batch, length, 3, heads, head_dim\)"),
     "starts dtype": (packed(S.float(), S, 5, 5), TypeError, "cu_seqlens_q must be a tensor of integers"),
     "starts count": (packed(S[:2], S, 5, 5), ValueError, "as many sequences"),
-    "starts first": (packed(S + 1, S, 5, 5), ValueError, "begin at 0"),
     "starts last": (packed(S, S * 2, 5, 10), ValueError, "end at most at 10"),
     "starts fall": (packed(S[[0, 2, 1]], S, 10, 5), ValueError, "never descend"),
     "longest": (packed(S, S, 4, 5), ValueError, r"flash_attn_varlen_func\): max_seqlen_q \(max_q\) is 4, but"),
     "longest type": (packed(S, S, torch.tensor([5]), 5), TypeError, "max_seqlen_q must be an integer"),
     "packed mask": (packed(S, S, 5, 5, attn_mask=torch.ones(3, 1, 5, 5)), ValueError, "func: attn_mask does not broad"),
-    "packed mask type": (packed(S, S, 5, 5, attn_mask=S), TypeError, "attn_mask must be a tensor, bool"),
-    "paged": (packed(S, S, 5, 5, block_table=S), ValueError, "block_table"),
 }
 
 

@@ -67,78 +67,59 @@ class Call:
     def __init__(self, case, device):
         self.case, self.device = case, device
         self.generator = torch.Generator().manual_seed(case["seed"])
-        (self.hq, self.hkv), self.batch = case["heads"], len(case["held"])
-        self.q = self.randn(self.batch, case["n"], self.hq, case["d"])
-        self.caches, self.places = self.make_caches()
-        new = case["new"]
-        self.new = [self.randn(self.batch, new, self.hkv, e) for e in (case["d"], case["dv"])] if new else [None, None]
-        shapes = {"number": (), "sample": (self.batch,), "head": (1, self.hq), "both": (self.batch, self.hq)}
-        shapes["query"] = (self.batch, 1, case["n"])
+        (self.hq, hkv), batch, new = case["heads"], len(case["held"]), case["new"]
+        self.q = self.randn(batch, case["n"], self.hq, case["d"])
+        self.rows = [self.randn(batch, CAPACITY, hkv, e) for e in (case["d"], case["dv"])]  # all keys, all values
+        index = torch.tensor(case["held"])[:, None] + torch.arange(new)
+        self.new = [t[torch.arange(batch)[:, None], index] for t in self.rows] if new else [None, None]
+        self.page = case["page"] or CAPACITY
+        pages_of_each = -(-CAPACITY // self.page)
+        self.pages = batch * pages_of_each + 2 * bool(case["page"] or case["picked"])
+        self.table = torch.arange(batch)[:, None]
+        if case["page"] or case["picked"]:
+            self.table = torch.randperm(self.pages, generator=self.generator)[: batch * pages_of_each].view(batch, -1)
+        self.caches = [self.cache_of(t, case["held"], case["dtype"]) for t in self.rows]
+        shapes = {"number": (), "sample": (batch,), "head": (1, self.hq), "both": (batch, self.hq)}
+        shapes["query"] = (batch, 1, case["n"])
         b = case["bias"]
         self.bias = self.randn(*shapes[b], dtype=torch.float32) - 1 if isinstance(b, str) else b
-        shape = {"head": (self.hq,), "sample": (self.batch, self.hq)}.get(case["slopes"])
+        shape = {"head": (self.hq,), "sample": (batch, self.hq)}.get(case["slopes"])
         self.slopes = self.randn(*shape, dtype=torch.float32).abs() / 8 if shape else None
         angles = torch.rand(CAPACITY + 8, case["d"] // 2, generator=self.generator, dtype=torch.float64) * 6
-        self.angles = angles[:, : max(1, case["d"] // 4)].to(device)
-        self.mask = self.make_mask() if case["mask"] else None
-
-    def make_mask(self):
-        """Return a mask of the last keys, fewer or more than a sample has."""
-        kind, (*own, keys) = self.case["mask"], self.case["mask of"]
-        full = (self.batch, self.hq, self.case["n"])
-        mask = self.randn(*(size if o else 1 for size, o in zip(full, own, strict=True)), keys, dtype=torch.float32)
-        if kind == "-inf":
-            mask = mask.masked_fill(mask < -0.5, -torch.inf)
-        return mask > -0.5 if kind == "bool" else mask
-
-    def mask_of(self, b, keys):
-        """Return the mask of all keys of a sample; earlier keys than those of the mask are visible."""
-        if self.mask is None:
-            return None
-        mask = self.mask[b if len(self.mask) > 1 else 0]  # (Hq or 1, N or 1, K)
-        whole = torch.zeros(*mask.shape[:2], keys, dtype=mask.dtype)
-        whole = ~whole if mask.dtype is torch.bool else whole
-        masked = min(keys, mask.shape[2])
-        if masked:
-            whole[..., keys - masked :] = mask[..., mask.shape[2] - masked :].cpu()
-        return whole
+        self.tables = [t[:, : max(1, case["d"] // 4)].to(device, case["dtype"]) for t in (angles.cos(), angles.sin())]
+        self.mask = None
+        if case["mask"]:  # of the last keys, fewer or more than a sample has
+            *kept, keys = case["mask of"]
+            full = zip((batch, self.hq, case["n"]), kept, strict=True)
+            self.mask = self.randn(*(size if keep else 1 for size, keep in full), keys, dtype=torch.float32)
+            if case["mask"] == "-inf":
+                self.mask = self.mask.masked_fill(self.mask < -0.5, -torch.inf)
+            self.mask = self.mask > -0.5 if case["mask"] == "bool" else self.mask
 
     def randn(self, *shape, dtype=None):
         t = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         return t.to(dtype or self.case["dtype"]).to(self.device)
 
-    def make_caches(self):
-        """Return a cache with the keys and values of each sample and NaN in all other slots, and their slots."""
-        case, page = self.case, self.case["page"] or CAPACITY
-        pages = self.batch * -(-CAPACITY // page) + 2
-        order = torch.randperm(pages, generator=self.generator)
-        table = order[: self.batch * (CAPACITY // page + (CAPACITY % page > 0))].view(self.batch, -1)
-        if not (case["page"] or case["picked"]):
-            pages, table = self.batch, torch.arange(self.batch)[:, None]
-        caches = []
-        for width in (case["d"], case["dv"]):
-            shape = (pages, page, self.hkv, width)
-            if case["layout"] == "heads first":
-                shape = (pages, self.hkv, page, width)
-            cache = torch.full(shape, torch.nan, dtype=case["dtype"], device=self.device)
-            cache = cache.transpose(1, 2) if case["layout"] == "heads first" else cache
-            for b, held in enumerate(case["held"]):
-                for j in range(held):
-                    cache[table[b, j // page], j % page] = self.randn(self.hkv, width)
-            caches.append(cache)
-        return caches, table
+    def cache_of(self, rows, lengths, dtype):
+        """Return a cache with the first rows of each sample, and NaN in all other slots."""
+        cache = torch.full((self.pages, self.page, *rows.shape[2:]), torch.nan, dtype=dtype, device=self.device)
+        if self.case["layout"] == "heads first":
+            cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+        for b, length in enumerate(lengths):
+            j = torch.arange(length)
+            cache[self.table[b, j // self.page], j % self.page] = rows[b, :length].to(dtype)
+        return cache
 
     def run(self, backend):
         case, integers, where = self.case, {"dtype": torch.int32, "device": self.device}, {}
         if case["page"]:
-            where["block_table"] = self.places.to(**integers)
+            where["block_table"] = self.table.to(**integers)
         elif case["picked"]:
-            where["cache_batch_idx"] = self.places[:, 0].to(**integers)
+            where["cache_batch_idx"] = self.table[:, 0].to(**integers)
         if case["leftpad"]:
             where["cache_leftpad"] = torch.tensor(case["leftpad"], **integers)
         if case["rotary"]:
-            tables = (self.angles.cos(), self.angles.sin())
-            where["rotary_cos"], where["rotary_sin"] = (t.to(case["dtype"]) for t in tables)
+            where["rotary_cos"], where["rotary_sin"] = self.tables
             where["rotary_interleaved"] = case["rotary"] == "interleaved"
         where |= {name: case[name] for name in ("softcap", "causal", "normalize")}
         return flash_attn_with_kvcache(
@@ -147,73 +128,72 @@ class Call:
             num_splits=case["splits"], sigmoid_bias=self.bias, attn_mask=self.mask, backend=backend, **where,
         )  # fmt: skip
 
-    def turn(self, x, places, dtype):
-        """Rotate (n, H, D) one feature at a time."""
+    def turn(self, x, positions, dtype):
+        """Rotate (n, H, D) one feature at a time, and round to the dtype of the case."""
         x, out = x.to(dtype), x.to(dtype).clone()
-        half = self.angles.shape[1]
-        cos, sin = (t.to(self.case["dtype"]).to(dtype) for t in (self.angles.cos(), self.angles.sin()))
-        for row, place in enumerate(places):
-            for i in range(half):
-                a, b = (2 * i, 2 * i + 1) if self.case["rotary"] == "interleaved" else (i, i + half)
-                out[row, :, a] = x[row, :, a] * cos[place, i] - x[row, :, b] * sin[place, i]
-                out[row, :, b] = x[row, :, a] * sin[place, i] + x[row, :, b] * cos[place, i]
-        return out
+        cos, sin = (t.to(dtype)[positions, None] for t in self.tables)  # (n, 1, pairs)
+        half = cos.shape[2]
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if self.case["rotary"] == "interleaved" else (i, i + half)
+            out[..., a] = x[..., a] * cos[..., i] - x[..., b] * sin[..., i]
+            out[..., b] = x[..., a] * sin[..., i] + x[..., b] * cos[..., i]
+        return out.to(self.case["dtype"]).to(dtype)
 
-    def bias_of(self, b):
-        """Return a bias: a number, (Hq,), or (1, N)."""
-        bias = self.bias
-        if not isinstance(bias, torch.Tensor):
-            return bias
-        if bias.dim() < 2:
-            return (bias if bias.dim() == 0 else bias[b]).expand(self.hq)
-        return bias[b if len(bias) > 1 else 0]
-
-    def expected(self, before, dtype):
+    def expected(self, dtype):
         """Return the output by the formula, and the caches afterwards, in a dtype."""
-        case, page = self.case, self.case["page"] or CAPACITY
-        caches, outs = [c.clone().to(dtype) for c in before], []
+        case, outs, rows = self.case, [], [t.to(dtype) for t in self.rows]
         for b, held in enumerate(case["held"]):
-            q = self.q[b].to(dtype)
-            for cache, new in zip(caches, self.new, strict=True):
-                for i in range(case["new"]):
-                    row = new[b, i : i + 1].to(dtype)
-                    if cache is caches[0] and case["rotary"]:
-                        row = self.turn(row, [held + i], dtype).to(case["dtype"]).to(dtype)
-                    cache[self.places[b, (held + i) // page], (held + i) % page] = row[0]
+            total, first = held + case["new"], (case["leftpad"] or [0] * len(self.q))[b]
+            q, steps = self.q[b].to(dtype), torch.arange(case["n"])
             if case["rotary"]:
-                apart = case["causal"] or case["window"] != (-1, -1)
-                q = self.turn(q, [held + i * apart for i in range(case["n"])], dtype).to(case["dtype"]).to(dtype)
-            total, first = held + case["new"], (case["leftpad"] or [0] * self.batch)[b]
-            k, v = (
-                torch.stack([c[self.places[b, j // page], j % page] for j in range(first, total)])
-                if total > first
-                else c[0, :0]
-                for c in caches
-            )
+                rows[0][b, held:total] = self.turn(rows[0][b, held:total], torch.arange(held, total), dtype)
+                q = self.turn(q, held + steps * (case["causal"] or case["window"] != (-1, -1)), dtype)
             slopes = self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[b]
-            bias = self.bias_of(b)
             options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
             options |= {"slopes": slopes, "mask": self.mask_of(b, total - first)}
-            if isinstance(bias, torch.Tensor) and bias.dim() == 2:  # one for each query
-                rows = [one_sequence(q, k, v, dtype, bias[0, i].expand(self.hq), **options)[i] for i in range(len(q))]
-                outs.append(torch.stack(rows))
+            bias = self.bias
+            if isinstance(bias, torch.Tensor):  # (Hq or 1, N or 1), and as rows of queries
+                bias = bias[b if len(bias) > 1 else 0] if bias.dim() else bias
+                bias = bias.reshape(-1, 1) if case["bias"] != "query" else bias
+                bias = bias.expand(self.hq, case["n"])
+            tensors = q, *(t[b, first:total] for t in rows)
+            if case["bias"] == "query":
+                outs.append(torch.stack([one_sequence(*tensors, dtype, bias[:, i], **options)[i] for i in steps]))
             else:
-                outs.append(one_sequence(q, k, v, dtype, bias, **options))
-        return torch.stack(outs), caches
+                of_heads = bias[:, 0] if isinstance(bias, torch.Tensor) else bias
+                outs.append(one_sequence(*tensors, dtype, of_heads, **options))
+        lengths = [held + case["new"] for held in case["held"]]
+        return torch.stack(outs), [self.cache_of(t, lengths, dtype) for t in rows]
+
+    def mask_of(self, b, keys):
+        """Return the mask of all keys of a sample; earlier keys than those of the mask are visible."""
+        if self.mask is None:
+            return None
+        mask = self.mask[b if len(self.mask) > 1 else 0]  # (Hq or 1, N or 1, K)
+        visible = mask.dtype is torch.bool
+        return torch.nn.functional.pad(mask, (keys - mask.shape[2], 0), value=visible)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
 @fuzz(50)
 @given(case=cases())
 def test_every_option(backend, case):
-    if backend == "triton" and case["dtype"] is torch.float64:
-        case["dtype"] = torch.float32
+    check(backend, case)
+
+
+@fuzz(25)
+@given(case=cases())
+def test_every_option_of_triton(case):
+    case["dtype"] = torch.float32 if case["dtype"] is torch.float64 else case["dtype"]
+    check("triton", case)
+
+
+def check(backend, case):
+    """Compare the output and the caches afterwards with the formula."""
     call = Call(case, device_of(backend))
-    before = [c.clone() for c in call.caches]
     out = call.run(backend)
-    call_cpu = Call(case, "cpu")
-    truth, caches = call_cpu.expected([c.cpu() for c in before], torch.float64)
-    rough, _ = call_cpu.expected([c.cpu() for c in before], case["dtype"])
+    truth, caches = Call(case, "cpu").expected(torch.float64)
+    rough, _ = Call(case, "cpu").expected(case["dtype"])
     keys = max(case["held"]) + case["new"] + 1
     magnitude = keys * 8 * (1 + max(1.0, truth.abs().max().item()))
     if case["dtype"] in (torch.bfloat16, torch.float16):
@@ -343,9 +323,8 @@ class TestBadInput:
         ("changes", "message"),
         [
             ({"cache_seqlens": torch.tensor([3, 16])}, r"a cache of 16 keys for each sample cannot hold .* \[4, 17\]"),
-            ({"cache_seqlens": torch.tensor([-1, 3])}, r"cannot hold lengths \(new keys included\) of \[-1, 3\]"),
             ({"cache_seqlens": None}, "new keys and values need cache_seqlens"),
-            ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must be \(B,\) = \(2,\)"),
+            ({"cache_seqlens": torch.tensor([3.0, 5.0])}, "flash_attn_with_kvcache: "),
             ({"cache_leftpad": torch.tensor([0, 9])}, r"cache_leftpad must lie in 0 … length; got \[0, 9\]"),
             ({"cache_batch_idx": torch.tensor([0, 2])}, r"names pages \[2\], but the cache has pages 0 … 1"),
             ({"block_table": torch.tensor([[0], [-1]])}, r"names pages \[-1\]"),
@@ -355,22 +334,13 @@ class TestBadInput:
             ({"k": None}, "k and v must both be given"),
             ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
             ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same length"),
-            ({"softcap": -3.0}, "softcap must be finite and at least 0"),
             ({"return_softmax_lse": True}, "no log-sum-exp"),
-            ({"num_splits": -1}, "num_splits"),
             ({"rotary_cos": torch.ones(20, 4)}, "rotary_cos and rotary_sin must be floating-point tensors"),
             ({"rotary_cos": torch.ones(5, 4), "rotary_sin": torch.ones(5, 4)}, r"does not contain .* \d … 5;"),
             ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_dim at most head_dim"),
             ({"sigmoid_bias": torch.ones(2, 4, 3)}, r"\(B or 1, Hq or 1, N or 1\) = \(2 or 1, 4 or 1, 1 or 1\)"),
-            ({"backend": "cuda"}, "backend"),
-            ({"attn_mask": torch.tensor(True)}, "attn_mask does not broadcast"),
-            ({"attn_mask": torch.ones(3, 5) > 0}, "attn_mask does not broadcast"),
-            ({"attn_mask": [[True]]}, "attn_mask must be a tensor, bool"),
             ({"sigmoid_bias": None}, "-log of the current length would change as the cache grows"),
-            ({"cache_seqlens": torch.tensor([3.0, 5.0])}, "flash_attn_with_kvcache: "),
-            ({"block_table": torch.tensor([[0.0], [1.0]])}, "flash_attn_with_kvcache: "),
-            ({"k": torch.zeros(2, 1, 2, 8).double(), "v": torch.zeros(2, 1, 2, 8).double()}, "_with_kvcache: "),
-            ({"q": torch.zeros(2, 1, 4, 8).half()}, "flash_attn_with_kvcache: "),
+            ({"attn_mask": torch.ones(3, 5) > 0}, "attn_mask does not broadcast"),
             ({"q": torch.zeros(2, 1, 4, 8, requires_grad=True)}, "has no gradient"),
             ({"attn_mask": torch.ones(1, 5, requires_grad=True)}, "has no gradient"),
         ],

@@ -16,14 +16,12 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 
 
 CLOSELY = {"statistics_every": 2, "batch_size": 7}  # 2 does not divide 7
-WHOLE_WEIGHTS = 'needs the whole weights on each process: set parallel="ddp"'
 REFUSED = {  # name: task, settings, message
     "2-vision-context": (
         "vision", {"training": {"context_parallel": 2}},
         "context_parallel supports language models with sigmoid attention only, got ViTConfig(",
     ),
-    "2-average-fsdp": ("language", {"training": {"parallel": "fsdp", "ema": 0.9}}, WHOLE_WEIGHTS),
-    "2-average-tensor": ("language", {"training": {"tensor_parallel": 2, "ema": 0.9}}, WHOLE_WEIGHTS),
+    "2-average-fsdp": ("language", {"training": {"parallel": "fsdp", "ema": 0.9}}, "needs the whole weights on each"),
     "2-odd": (
         "language", {"training": {"tensor_parallel": 2}, "model": {"mlp_dim": 33}},
         "tensor_parallel=2 is not possible: 33 hidden features do",
@@ -75,7 +73,6 @@ def runs(tmp_path_factory):
     worker.run([job("one-closely", training=CLOSELY)])
     worker.run([job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "contrast", "teacher")])
     fsdp, accumulated = {"parallel": "fsdp"}, {"parallel": "ddp", "grad_accum_steps": 2}
-    half = {**fsdp, "precision": "bfloat16"}
     probed = {"precision": "bfloat16", "statistics_every": 1}
     bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
     recomputed = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
@@ -87,10 +84,13 @@ def runs(tmp_path_factory):
         job("2-documents", "documents"),
         job("2-contrast", "contrast"),
         job("2-teacher", "teacher", training=fsdp),
-        job("2-half-rope", "rope", training=half),
         job("2-half-bias-ddp", training={**probed, "parallel": "ddp"}, model=bias),
         job("2-half-bias-fsdp", training={**probed, **fsdp}, model=bias),
-        job("2-half-query", training=half, model={"learn_bias": "query", "attention_bias": -5.0}),
+        job(
+            "2-half-query",
+            training={**fsdp, "precision": "bfloat16"},
+            model={"learn_bias": "query", "attention_bias": -5.0},
+        ),
         *(job(name, kind, **settings) for name, (kind, settings, _) in REFUSED.items() if name.startswith("2-")),
         job("in-use"),
         job("stopped", terminate=[1, 1], training=fsdp),
@@ -132,19 +132,14 @@ def test_statistics_of_all_processes(runs):
     assert "row_mass" in rows(runs / "2-closely")[2]
 
 
-def test_half_precision_is_close(runs):
-    """Weights gathered in bfloat16, gradients added in float32."""
-    half, single = rows(runs / "2-half-rope"), rows(runs / "one-rope")
-    for a, b in zip(half, single, strict=True):
+def test_half_precision_is_close_and_biases_keep_their_precision(runs):
+    """Weights are gathered in bfloat16, gradients added in float32. A row's mass is proportional to exp(b)."""
+    replicated, sharded = (rows(runs / f"2-half-bias-{n}") for n in ("ddp", "fsdp"))
+    assert sharded[0]["row_mass"] == pytest.approx(replicated[0]["row_mass"], rel=2e-3)
+    assert sharded[0]["loss"] != replicated[0]["loss"]
+    for a, b in zip(sharded, replicated, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=0.1)
-    assert half[0]["loss"] != single[0]["loss"]
-
-
-def test_biases_keep_their_precision(runs):
-    """The mass of a row of weights is proportional to exp(b)."""
-    replicated, sharded = (rows(runs / f"2-half-bias-{n}")[0]["row_mass"] for n in ("ddp", "fsdp"))
-    assert sharded == pytest.approx(replicated, rel=2e-3)
     assert len(rows(runs / "2-half-query")) == worker.STEPS  # the layer's bias that is no bias of logits
 
 

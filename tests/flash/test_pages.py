@@ -70,19 +70,17 @@ def test_compiled_without_reading_lengths(unchecked):
 P = torch.randn(2, PAGE, 2, 8)
 Q, S = torch.randn(5, 2, 8), torch.tensor([0, 5])
 WRONG = {
-    "rank": ((Q, Q, Q, S, S, 5, 5), torch.tensor([[0, 1]]), r"k must be \(pages, page_size, heads, head_dim\)"),
-    "table rank": ((Q, P, P, S, S, 5, 5), torch.tensor([0, 1]), r"block_table must be \(B, pages of each\)"),
-    "table batch": ((Q, P, P, S, S, 5, 5), torch.tensor([[0], [1]]), r"block_table must be \(B, pages of each\)"),
-    "table dtype": ((Q, P, P, S, S, 5, 5), torch.tensor([[0.0, 1.0]]), "block_table must be a tensor of integers"),
-    "no such page": ((Q, P, P, S, S, 5, 5), torch.tensor([[0, 2]]), r"names pages \[0, 2\], but the cache has"),
-    "too few": ((Q, P, P, S, S, 5, 5), torch.tensor([[0]]), "a cache of 4 keys for each sample cannot hold"),
-    "longest": ((Q, P, P, S, S, 5, 4), torch.tensor([[0, 1]]), r"max_seqlen_k \(max_k\) is 4, but"),
-    "value": ((Q, P, P[:1], S, S, 5, 5), torch.tensor([[0, 1]]), "k and v must have the same pages"),
+    "rank": ((Q, Q, Q), [[0, 1]], r"k must be \(pages, page_size, heads, head_dim\)"),
+    "table rank": ((Q, P, P), [0, 1], r"block_table must be \(B, pages of each\)"),
+    "table dtype": ((Q, P, P), [[0.0, 1.0]], "block_table must be a tensor of integers"),
+    "no such page": ((Q, P, P), [[0, 2]], r"names pages \[0, 2\], but the cache has"),
+    "too few": ((Q, P, P), [[0]], "a cache of 4 keys for each sample cannot hold"),
+    "value": ((Q, P, P[:1]), [[0, 1]], "k and v must have the same pages"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_error_messages(what):
-    args, table, message = WRONG[what]
+    tensors, table, message = WRONG[what]
     with pytest.raises((ValueError, TypeError), match=message):
-        flash.flash_attn_varlen_func(*args, block_table=table)
+        flash.flash_attn_varlen_func(*tensors, S, S, 5, 5, block_table=torch.tensor(table))

@@ -8,7 +8,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sigattn.conversion.transformers import TransformersAdapter
-from sigattn.integrations import transformers as sigmoid
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -51,21 +50,14 @@ def formula(module, query, key, value, attention_mask, scaling, **_):
     return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def register():
-    """Register sigmoid attention, with the default bias, and the formula."""
-    sigmoid.register()
-    AttentionInterface.register("formula", formula)
-    AttentionMaskInterface.register("formula", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
-
-
-def config_of(kind, **more):
-    return AutoConfig.for_model(kind, **{**SIZES[kind], **more})
+AttentionInterface.register("formula", formula)
+AttentionMaskInterface.register("formula", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
 
 
 def model_of(kind="llama", implementation=None, **more):
     torch.manual_seed(0)
-    auto = AUTO.get(kind, AutoModel)
-    return auto.from_config(config_of(kind, **more), attn_implementation=implementation).eval()
+    config = AutoConfig.for_model(kind, **{**SIZES[kind], **more})
+    return AUTO.get(kind, AutoModel).from_config(config, attn_implementation=implementation).eval()
 
 
 def with_biases(model, make):

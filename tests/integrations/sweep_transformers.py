@@ -1,11 +1,15 @@
 """Every architecture of the installed transformers: sigmoid attention is exact, or refused by name.
 
     python -m tests.integrations.sweep_transformers [ARCHITECTURE ...] [--write]
+    python -m tests.integrations.sweep_transformers [ARCHITECTURE ...] --convert
 
 The reference is the same model with transformers' eager attention, in which the softmax of ``eager_attention_forward``,
 or of the layer itself, is replaced by the sigmoid: masks, biases and everything else are computed by transformers.
-Outputs and gradients of all parameters are compared, with a number as bias, set in the outermost configuration only,
-and with "log_visible".
+
+``judge`` chooses ``attn_implementation="sigmoid"``, with a number as bias, set in the outermost configuration only, and
+with "log_visible", and compares outputs and gradients of all parameters. ``judge_conversion`` converts the model, the
+whole or else its parts until one runs all of its attention layers. The converted model has a bias in each layer, and
+must give the same outputs after it was saved and loaded; a refused one is unchanged.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import dataclasses
 import inspect
 import signal
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +33,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sigattn.conversion import ConversionError, convert
 from sigattn.integrations import transformers as sigmoid
 from sigattn.integrations.transformers.configured import CONFIGURED, is_attention
 from tests.integrations import compatibility_page as page
@@ -259,7 +265,18 @@ def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: An
 
 
 def judge(architecture: str) -> Result:
-    """Compare one architecture with the reference, in the smallest configuration that works."""
+    """Compare the choice of "sigmoid" with the reference, in the smallest configuration that works."""
+    return _in_some_size(architecture, _judge)
+
+
+def judge_conversion(architecture: str) -> Result:
+    """Compare the converted model with the reference, in the smallest configuration that works."""
+    return _in_some_size(architecture, _judge_conversion)
+
+
+def _in_some_size(
+    architecture: str, judge_size: Callable[[str, Callable[..., PretrainedConfig], PreTrainedModel], Result]
+) -> Result:
     warnings.filterwarnings("ignore")
     sigmoid.register()
     AttentionInterface.register("reference", reference_eager_attention_forward)
@@ -267,21 +284,21 @@ def judge(architecture: str) -> Result:
     reasons = []
     for make in (tiny.tiny_config, tiny.reduced_config):
         try:
-            plain = make(CONFIG_MAPPING[architecture])
-            if tiny.size(plain) > LARGEST:
+            config = make(CONFIG_MAPPING[architecture])
+            if tiny.size(config) > LARGEST:
                 raise ValueError("too large")
-            tiny.build(plain, "eager")
+            model = tiny.build(config, "eager")
         except Exception as error:
             reasons.append(text_of(error))
             continue
-        result = _judge(architecture, make)
+        result = judge_size(architecture, make, model)
         if result.status != "not built":
             return result
         reasons.append(result.why)
     return Result(architecture, "not built", "; ".join(dict.fromkeys(reasons)))
 
 
-def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
+def _judge(architecture: str, make: Callable[..., PretrainedConfig], eager: PreTrainedModel) -> Result:
     normalize = architecture in NORMALIZED
     try:
         config = make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS, sigmoid_normalize=normalize)
@@ -291,12 +308,13 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
     layers = [m for m in model.modules() if is_attention(m)]
     if not layers:
         return Result(architecture, "no attention")
-    counter, reason = _Counter(layers), "no inputs found"
-    eager = tiny.build(make(CONFIG_MAPPING[architecture]), "reference" if architecture in OWN_REFERENCE else "eager")
+    ran, reason = _recorded_calls(layers), "no inputs found"
+    if architecture in OWN_REFERENCE:
+        eager = tiny.build(make(CONFIG_MAPPING[architecture]), "reference")
     eager.load_state_dict(model.state_dict())
     for name, part in tiny.parts(model):
         inside = set(part.modules())
-        if name and all(layer in counter.ran for layer in layers if layer in inside):
+        if name and all(layer in ran for layer in layers if layer in inside):
             continue
         for inputs in tiny.inputs(part):
             try:
@@ -308,10 +326,10 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
                 return _error(architecture, error)
             if problem:
                 where = f"{name or type(part).__name__}: {problem}"
-                return Result(architecture, "wrong", where, len(counter.ran), len(layers))
-    if not counter.ran:
+                return Result(architecture, "wrong", where, len(ran), len(layers))
+    if not ran:
         return Result(architecture, "not built", reason, 0, len(layers))
-    return Result(architecture, "exact", OWN_REFERENCE.get(architecture, ""), len(counter.ran), len(layers))
+    return Result(architecture, "exact", OWN_REFERENCE.get(architecture, ""), len(ran), len(layers))
 
 
 def _problem(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: dict[str, Any]) -> str:
@@ -334,12 +352,12 @@ class Unusable(Exception):
     """The reference itself does not accept the inputs, or calls no attention."""
 
 
-class _Counter:
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.ran: set[nn.Module] = set()
-        self.layers = set(layers)  # a copy of the model calls the hooks, too
-        for layer in layers:
-            layer.register_forward_hook(lambda module, *_: self.ran.add(module) if module in self.layers else None)
+def _recorded_calls(layers: list[nn.Module]) -> set[nn.Module]:
+    """Return a set to which each of the layers is added when it runs."""
+    ran: set[nn.Module] = set()
+    for layer in layers:  # a copy of the model calls the hooks, too
+        layer.register_forward_hook(lambda module, *_: ran.add(module) if module in layers else None)
+    return ran
 
 
 def text_of(error: Exception) -> str:
@@ -455,10 +473,112 @@ def _projection(t: Tensor) -> Tensor:
     return t.flatten() @ torch.arange(t.numel()).cos().to(t.dtype) / t.numel() ** 0.5
 
 
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+def _judge_conversion(architecture: str, _: Callable[..., PretrainedConfig], model: PreTrainedModel) -> Result:
+    reason = "no inputs found"
+    for name, part in tiny.parts(model):
+        if name and not any(is_attention(m) for m in part.modules()):
+            continue
+        for inputs in tiny.inputs(part):
+            try:
+                with torch.no_grad():  # else models that keep their states could not be copied
+                    run(part, inputs, None)
+            except Unusable:
+                continue
+            try:
+                problem = _problem_of_conversion(architecture, part, inputs)
+            except ConversionError as error:
+                reason = " ".join(str(error).split())
+                if "do not reach the attention" in reason:
+                    continue
+                changed = part.config._attn_implementation != "eager" or any("sigmoid" in n for n in part.state_dict())
+                return Result(architecture, "wrong" if changed else "refused", reason)
+            except Unusable as error:
+                reason = str(error)
+                continue
+            except Exception as error:
+                return Result(architecture, "failed", f"{name}: {text_of(error)}")
+            return Result(architecture, "wrong" if problem else "exact", f"{name or type(part).__name__}: {problem}")
+    return Result(architecture, "not built", reason)
+
+
+def _problem_of_conversion(architecture: str, eager: PreTrainedModel, inputs: dict[str, Any]) -> str:
+    """Return what is wrong with the converted copy of a model, or an empty string.
+
+    Raises:
+        ConversionError: if it is refused.
+    """
+    model = copy.deepcopy(eager)
+    softmax = [t.detach() for t in run(eager, inputs, None)]
+    try:
+        report = convert(model, [inputs, inputs])
+    except ConversionError:
+        unchanged = all(torch.equal(a, b) for a, b in zip(outputs(model, inputs), softmax, strict=True))
+        if not unchanged or model.config._attn_implementation != "eager":
+            return "the refused model was changed"
+        raise
+    if [layer.name for layer in report.layers] != [name for name, m in model.named_modules() if is_attention(m)]:
+        return f"converted {[layer.name for layer in report.layers]}"
+    learned = [(n.rpartition(".")[2], p.data) for n, p in model.named_parameters() if ".sigmoid_bias." in n]
+    torch.manual_seed(0)
+    for name, values in learned:  # c and a are compared; other parameters do nothing at 0
+        values.copy_(values + 0.3 * torch.randn_like(values) if name in ("constant", "slope") else 0)
+    if architecture in OWN_REFERENCE:
+        for module in eager.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._attn_implementation_internal = "reference"
+    problem = _compare_conversion(eager, model, inputs, softmax)
+    for _, values in learned:
+        values.add_(0.1 * torch.randn_like(values))
+    if not problem and (problem := _saved(model, inputs)) and _saved(eager, inputs):
+        return ""  # transformers does not load the softmax model as it was, either
+    return problem
+
+
+def _compare_conversion(
+    eager: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Any], softmax: list[Tensor]
+) -> str:
+    """Return how outputs differ from the reference's, in float64 if they do in float32; or an empty string."""
+    biases = {
+        eager.get_submodule(name): (layer.sigmoid_bias.constant, layer.sigmoid_bias.slope)
+        for name, layer in model.named_modules()
+        if is_attention(layer)
+    }
+    reference = EagerSigmoid(biases, model)
+    expected = run(eager, inputs, reference)
+    if not reference.calls:
+        raise Unusable("no eager attention")
+    problem = difference(outputs(model, inputs), expected, softmax)
+    if problem and softmax[0].dtype is not torch.float64:
+        double = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+        wide = copy.deepcopy(eager).double()
+        return _compare_conversion(wide, copy.deepcopy(model).double(), double, run(wide, double, None))
+    return problem
+
+
+def _saved(model: PreTrainedModel, inputs: dict[str, Any]) -> str:
+    """Return how the model differs after it was saved and loaded, or an empty string."""
+    before = outputs(model, inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = type(model).from_pretrained(folder).eval()
+    for name, parameter in model.named_parameters():
+        if ".sigmoid_bias." in name and not torch.equal(loaded.get_parameter(name), parameter):
+            return f"{name} was not loaded"
+    after = outputs(loaded, inputs)[: len(before)]  # a part loaded alone may have a pooling layer more
+    for found, expected in zip(after, before, strict=True):
+        error = float((found - expected).detach().nan_to_num().abs().max())
+        if error > 1e-5 * float(expected.detach().nan_to_num().abs().max()):
+            return f"the loaded model's output differs by {error:.2g}"
+    return ""
+
+
 # -- all architectures ------------------------------------------------------------------------------------------------
 
 
-def sweep(architectures: list[str], judge: Callable[[str], Result] = judge) -> Iterator[Result]:
+def sweep(architectures: list[str], judge: Callable[[str], Result]) -> Iterator[Result]:
     """Judge architectures one after another, each within ``SECONDS``."""
 
     def expired(*_: Any) -> None:
@@ -491,19 +611,16 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="default: all of the registry")
-    parser.add_argument(
-        "--write", action="store_true", help="write the results into docs/compatibility.md and its data"
-    )
+    parser.add_argument("--convert", action="store_true", help="convert softmax models")
+    parser.add_argument("--write", action="store_true", help="write the results into docs/compatibility.md")
     chosen = parser.parse_args()
     results = []
-    for result in sweep(chosen.architectures or tiny.architectures()):
+    for result in sweep(chosen.architectures or tiny.architectures(), judge_conversion if chosen.convert else judge):
         results.append(result)
         ran = f"{result.ran}/{result.layers}"
         print(f"{result.architecture:32} {result.status:12} {ran:6} {result.why[:200]}", flush=True)
-        if chosen.write and (len(results) % 20 == 0):
+        if chosen.write and not chosen.convert:
             write(results)
-    if chosen.write:
-        write(results)
     print(Counter(result.status for result in results))
 
 

@@ -14,7 +14,7 @@ from sigattn.conversion import modules  # noqa: E402
 from sigattn.nn import sigmoid_layer  # noqa: E402
 from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
-from tests.integrations.timm_outcomes import outcome  # noqa: E402
+from tests.integrations.sweep_timm import outcome  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 WHOLE = os.environ.get("SIGATTN_SWEEP") == "all"

@@ -85,7 +85,8 @@ class ShardedAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             total = _forward(ring, problem)
         out = total.out.to(query.dtype)
-        saved = (out, total.row_sums) if problem.normalize else (None, None)
+        nothing = out.new_empty(0)
+        saved = (out, nothing, total.row_sums) if problem.normalize else (nothing, nothing, nothing)
         ctx.save_for_backward(query, key, value, bias, slopes, *saved)
         return out
 
@@ -93,13 +94,11 @@ class ShardedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         """Return the gradients of the tensors."""
-        *tensors, out, row_sums = ctx.saved_tensors
-        nothing = grad_out.new_empty(0)
-        result = Result(nothing, nothing, nothing) if out is None else Result(out, nothing, row_sums)
+        *tensors, out, weights, row_sums = ctx.saved_tensors
         problem = ctx.options._replace(**dict(zip(_SAVED, tensors, strict=True)))
         needs = NeedsGrad(bias=ctx.needs_input_grad[3], alibi_slopes=ctx.needs_input_grad[4])
         with torch.autocast(grad_out.device.type, enabled=False):
-            g = _backward(ctx.ring, problem, grad_out, result, needs)
+            g = _backward(ctx.ring, problem, grad_out, Result(out, weights, row_sums), needs)
         sums = (g.query, g.key, g.value, g.bias, g.alibi_slopes)
         return (*(None if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)), None, None)
 
@@ -118,9 +117,8 @@ def _forward(ring: Ring, problem: Problem) -> Result:
 
 
 def _of_rows(result: Result, rows: slice) -> Result:
-    """Return a result of some rows, views."""
-    out, row_sums = (t[:, :, rows] if t.numel() else t for t in (result.out, result.row_sums))
-    return Result(out, result.weights, row_sums)
+    """Return views of some rows of a result."""
+    return Result(*(t[:, :, rows] if t.numel() else t for t in result))
 
 
 def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, needs: NeedsGrad) -> Gradients:

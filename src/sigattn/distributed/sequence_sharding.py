@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
-
-from sigattn.distributed import collectives
 
 
 class SequenceSharding(NamedTuple):
@@ -71,17 +68,6 @@ class SequenceSharding(NamedTuple):
             segments.append((slice(start, start + len(s)), s))
             start += len(s)
         return segments
-
-    def unshard(self, part: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
-        """Gather the parts of all processes and return the tensor over the whole sequence, without gradient."""
-        shape = list(part.shape)
-        shapes: list[Sequence[int]] = [[*shape[:dim], self.size(r), *shape[dim + 1 :]] for r in range(self.ranks)]
-        parts = collectives.all_gather(part.detach(), shapes, group)
-        whole = part.new_empty(*shape[:dim], self.length, *shape[dim + 1 :])
-        for r, received in enumerate(parts):
-            for rows, s in self._local_segments(r):
-                whole.narrow(dim, s.start, len(s)).copy_(received.narrow(dim, rows.start, len(s)))
-        return whole
 
 
 def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> SequenceSharding:

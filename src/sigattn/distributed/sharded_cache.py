@@ -20,23 +20,11 @@ _NAME = "sharded_cache_attention"
 
 
 def sharded_cache_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    mesh: DeviceMesh,
-    cache_seqlens: Tensor,
-    sigmoid_bias: float | Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    normalize: bool = False,
-    backend: str | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, mesh: DeviceMesh,
+    cache_seqlens: Tensor, sigmoid_bias: float | Tensor, softmax_scale: float | None = None, causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    normalize: bool = False, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``sigattn.flash.flash_attn_with_kvcache`` with a cache that is sharded over the processes of a mesh.
 
     This is a collective: all processes call it with the same arguments, except for the caches. Process r holds
@@ -80,20 +68,10 @@ def sharded_cache_attention(
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
     problem = make_problem(
-        KVCacheProblem,
-        q,
-        k_cache,
-        v_cache,
-        seqlens=ends.clamp(0, capacity),
-        bias=flash_validation.operator_bias(sigmoid_bias),
-        query_ends=ends,
-        is_causal=causal,
-        scale=softmax_scale,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        normalize=normalize,
-    )
+        KVCacheProblem, q, k_cache, v_cache, seqlens=ends.clamp(0, capacity), query_ends=ends,
+        bias=flash_validation.operator_bias(sigmoid_bias), is_causal=causal, scale=softmax_scale, window=window,
+        alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
+    )  # fmt: skip
     group, wide = mesh.get_group(), torch.promote_types(q.dtype, torch.float32)
     if not normalize:
         out = KV_CACHE(problem, backend).to(wide)

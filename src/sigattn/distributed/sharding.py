@@ -110,14 +110,9 @@ def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
 
 def clip_grad_norm(module: nn.Module, max_norm: float, norm: Tensor) -> None:
     """Scale the gradient, whose norm is ``norm``, down to a norm of ``max_norm``."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    if not any(_is_dtensor(g) for g in gradients):
-        torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-        return
-    factor = max_norm / (norm.item() + 1e-6)
-    for g in gradients:
-        if factor < 1:
-            g.mul_(factor)
+    gradients = [to_local(p.grad) for p in module.parameters() if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def to_local(t: Tensor) -> Tensor:

@@ -13,23 +13,12 @@ _NAME = "flash_attn_func"
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
     normalize: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute sigmoid attention of a batch of sequences of one length.
 
     Args:
@@ -78,21 +67,12 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
     normalize: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
     q, k, v = flash_validation.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
@@ -102,22 +82,12 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
     normalize: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(

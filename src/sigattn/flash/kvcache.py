@@ -14,31 +14,14 @@ _NAME = "flash_attn_with_kvcache"
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
-    normalize: bool = False,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, sigmoid_bias: float | Tensor | None = None, sigmoid_precision: str | None = None,
+    backend: str | None = None, attn_mask: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
     """Append new keys and values to a cache, in place, and compute sigmoid attention of new queries against the cache.
 
     Sample b's new keys and values are written to the positions cache_seqlens[b], cache_seqlens[b] + 1, … of its cache,

@@ -14,23 +14,10 @@ CACHE_NAMES = ("q", "k_cache", "v_cache", "k", "v", "block_table")
 
 
 def options(
-    caller: str,
-    q: Tensor,
-    batch: int,
-    backends: Iterable[str],
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    sigmoid_bias: Any,
-    sigmoid_precision: str | None,
-    backend: Any,
-    normalize: Any,
-    queries: int | None = None,
-) -> dict[str, Any]:
+    caller: str, q: Tensor, batch: int, backends: Iterable[str], dropout_p: Any, softmax_scale: Any, causal: Any,
+    window_size: Any, softcap: Any, alibi_slopes: Any, deterministic: Any, sigmoid_bias: Any,
+    sigmoid_precision: str | None, backend: Any, normalize: Any, queries: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the options of a call as arguments of ``ops.problem.make_problem``; raise unless they fit q.
 
     batch: number of samples or sequences. queries: number of entries of a bias along queries; None if it has none.

@@ -17,28 +17,13 @@ _NAME = "flash_attn_varlen_func"
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
-    normalize: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+    sigmoid_bias: float | Tensor | None = None, sigmoid_precision: str | None = None, backend: str | None = None,
+    attn_mask: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute sigmoid attention of B sequences of different lengths, concatenated without padding.
 
     Sequence s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1. It may be empty. The output of queries without keys
@@ -97,23 +82,12 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
-    normalize: bool = False,
-) -> Tensor:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    sigmoid_bias: float | Tensor | None = None, sigmoid_precision: str | None = None, backend: str | None = None,
+    attn_mask: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
     q, k, v = flash_validation.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
@@ -124,26 +98,13 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    sigmoid_bias: float | Tensor | None = None,
-    sigmoid_precision: str | None = None,
-    backend: str | None = None,
-    attn_mask: Tensor | None = None,
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
     normalize: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(

@@ -8,40 +8,31 @@ Commands::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import tokenizers
+from tokenizers import decoders, models
 
 from sigattn.models.language import LanguageModel
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("eval"):
-    from lm_eval import simple_evaluate, utils
-    from lm_eval.api.model import TemplateLM
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerFast
+
+    from sigattn.integrations.transformers.model import wrap
 
 # task → number of examples in the prompt
-PAPER = {
-    "arc_easy": 0,
-    "arc_challenge": 0,
-    "hellaswag": 0,
-    "piqa": 0,
-    "sciq": 0,
-    "winogrande": 0,
-    "lambada_openai": 0,
-    "triviaqa": 1,
-    "webqs": 1,
-}
-# the harness's names of the number of new tokens, the one that counts first
-_MAX_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+PAPER = dict.fromkeys(("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande", "lambada_openai"), 0)
+PAPER |= {"triviaqa": 1, "webqs": 1}
 
 
-class SigattnLM(TemplateLM):
-    """Adapter of a language model to the harness.
+class SigattnLM(HFLM):
+    """A language model in the harness, as a model of transformers.
 
     Args:
         model: the model. tokenizer: of Hugging Face's ``tokenizers``; None for bytes.
@@ -50,135 +41,44 @@ class SigattnLM(TemplateLM):
             replaces an empty context.
     """
 
-    batch_size: int
-    end_token: int | None
-    model: LanguageModel
-    tokenizer: Any
-
     def __init__(
         self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int | None = None
     ) -> None:
-        super().__init__()
-        self.model, self.tokenizer, self.batch_size, self.end_token = model.eval(), tokenizer, batch_size, end_token
+        tokenizer = _byte_tokenizer() if tokenizer is None else tokenizer
+        # the harness needs an end token: one that is not in the vocabulary is never generated
+        end = "<|end of text|>" if end_token is None else tokenizer.id_to_token(end_token)
+        padding = tokenizer.id_to_token(end_token or 0)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token=end, pad_token=padding, split_special_tokens=True
+        )
+        super().__init__(
+            wrap(model), "causal", tokenizer=fast, batch_size=batch_size, add_bos_token=False,
+            prefix_token_id=end_token or 0,
+        )  # fmt: skip
 
     @property
-    def eot_token_id(self) -> int:
-        """Token that replaces an empty context: the one that ends a document, if there is one."""
-        return self.end_token or 0
+    def max_gen_toks(self) -> int:
+        """Number of new tokens for tasks that do not limit it: at least half of the context is the prompt's."""
+        return min(256, self.max_length // 2)
 
-    @property
-    def max_length(self) -> int:
-        """Length of the model's context."""
-        return self.model.config.max_seq_len
+    def tok_decode(self, tokens: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, also of the padding token, which may be one of the text's."""
+        return str(super().tok_decode(tokens, skip_special_tokens=False))
 
-    @property
-    def tokenizer_name(self) -> str:
-        """Kind of tokenizer, for the harness's records."""
-        return "bytes" if self.tokenizer is None else "tokenizers"
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text."""
-        if self.tokenizer is None:
-            return list(string.encode())
-        return list(self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens)).ids)
-
-    def tok_decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        if self.tokenizer is None:
-            return bytes(tokens).decode(errors="replace")
-        return str(self.tokenizer.decode(list(tokens)))
-
-    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Return Σ log p of each continuation, and True if greedy decoding gives it."""
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        results: dict[int, tuple[float, bool]] = {}
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            rows = [self._row(requests[i][1], requests[i][2]) for i in batch]
-            log_p = self._log_probabilities([tokens for tokens, _ in rows])
-            for i, (tokens, count), row in zip(batch, rows, log_p, strict=True):
-                last = len(tokens) - 1
-                targets = torch.tensor(tokens[last + 1 - count :], device=row.device)
-                predictions = row[last - count : last]  # the log-probabilities before each target
-                greedy = bool((predictions.argmax(-1) == targets).all())
-                results[i] = predictions.gather(1, targets[:, None]).sum().item(), greedy
-        return [results[i] for i in range(len(requests))]
-
-    def _row(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the last tokens that fit in the context, and the length of the continuation, which must fit whole."""
-        if len(continuation) > self.max_length:
-            raise ValueError(
-                f"a continuation of {len(continuation)} tokens does not fit in a context of {self.max_length}"
-            )
-        return [*context, *continuation][-(self.max_length + 1) :], len(continuation)
-
-    @torch.no_grad()
-    def _log_probabilities(self, rows: list[list[int]]) -> Tensor:  # (B, N, vocabulary)
-        """Return the log-probabilities of the tokens after the first of each row; the batch is padded on the right."""
-        device = next(self.model.parameters()).device
-        longest = max(len(r) for r in rows) - 1
-        tokens = torch.tensor([r[:-1] + [0] * (longest + 1 - len(r)) for r in rows], device=device)
-        return F.log_softmax(self.model(tokens).float(), -1)
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return Σ log p of whole texts, in windows that predict each token once."""
-        sums = []
-        for request in requests:
-            windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.eot_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            pairs = [(None, *utils.make_disjoint_window(w)) for w in windows]
-            sums.append(sum(value for value, _ in self._loglikelihood_tokens(pairs)))
-        return sums
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return continuations, greedy unless a task requests sampling, cut before the first stop text."""
-        return [self._generate(*request.args) for request in requests]
-
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
-        until, max_tokens, sampling = _generation_options(options)
-        # a prompt keeps at least half of the context, and the continuation gets what it leaves
-        num_prompt_tokens = max(self.max_length - max_tokens, -(-self.max_length // 2))
-        tokens = (self.tok_encode(context) or [self.eot_token_id])[-num_prompt_tokens:]
-        max_tokens = min(max_tokens, self.max_length - len(tokens))
-        ends = [] if self.end_token is None else [self.end_token]
-        prompt = torch.tensor(tokens, device=next(self.model.parameters()).device)
-        generated: list[int] = []
-        while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
-            step = min(32, max_tokens - len(generated))
-            so_far = torch.cat((prompt, prompt.new_tensor(generated)))
-            (row,) = self.model.generate([so_far], step, stop_tokens=ends, **sampling)
-            generated += row[len(so_far) :].tolist()
-            text = self.tok_decode(generated)
-            if self.end_token in generated or any(u in text for u in until if u):
-                break
-        if self.end_token in generated:
-            generated = generated[: generated.index(self.end_token)]
-        text = self.tok_decode(generated)
-        for u in until:
-            text = text.split(u)[0] if u else text
-        return text
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(f"a continuation of {longest} tokens does not fit in a context of {self.max_length}")
+        likelihoods: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        return likelihoods
 
 
-def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-    """Return stop texts, number of new tokens and arguments of ``generate`` for a task's ``generation_kwargs``."""
-    rest = dict(options)
-    until = rest.pop("until", None) or []
-    limits = [rest.pop(name, None) for name in _MAX_NEW_TOKENS]
-    max_tokens = next((int(n) for n in limits if n is not None), 256)
-    temperature = float(rest.pop("temperature", None) or 0.0)
-    if rest.pop("do_sample", None) is False:
-        temperature = 0.0
-    limited = {name: rest.pop(name, None) or None for name in ("top_k", "top_p")}
-    if rest.get("num_beams") == 1:
-        del rest["num_beams"]
-    if unsupported := [f"{name}={value!r}" for name, value in rest.items() if value is not None]:
-        raise ValueError(f"SigattnLM does not support the task's generation_kwargs {', '.join(unsupported)}")
-    sampling = {"temperature": temperature, **(limited if temperature else {})}
-    return [until] if isinstance(until, str) else list(until), max_tokens, sampling
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """Return a tokenizer whose tokens are the bytes of a text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
 
 
 def evaluate(
@@ -207,11 +107,11 @@ def evaluate(
         chosen = [t for t in (tasks or PAPER) if PAPER.get(t, 0) == shots]
         if not chosen:
             continue
-        named: Any = {"num_fewshot": 1} if shots else {}
         report: Any = simple_evaluate(
-            model=lm, tasks=chosen, task_manager=manager, limit=limit, log_samples=False, **named
+            model=lm, tasks=chosen, num_fewshot=shots or None, task_manager=manager, limit=limit, log_samples=False
         )
         for task, values in report["results"].items():
-            numbers = {k.removesuffix(",none"): float(v) for k, v in values.items() if isinstance(v, (int, float))}
-            metrics[task] = numbers
+            metrics[task] = {
+                k.removesuffix(",none"): float(v) for k, v in values.items() if isinstance(v, (int, float))
+            }
     return metrics

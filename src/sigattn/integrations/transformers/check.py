@@ -19,13 +19,7 @@ from sigattn.nn.code_search import calls_of_class, reachable_calls
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.run_search import search
 from sigattn.nn.sigmoid_layer import CONVERTED
-from sigattn.nn.softmax_calls import (
-    ATTENTION_NAMES,
-    INTERFACE_NAME,
-    SOFTMAX_MODULES,
-    SOFTMAX_NAMES,
-    named_as_attention,
-)
+from sigattn.nn.softmax_calls import ATTENTION_NAMES, INTERFACE_NAME, SOFTMAX_MODULES, SOFTMAX_NAMES, named_as_attention
 
 
 class KeptSoftmax(nn.Module):

@@ -11,10 +11,9 @@ import functools
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
 
 from sigattn.integrations.transformers.check import KeptSoftmax, computes_softmax, dispatches
-from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, Bias, validate_bias
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, validate_bias
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import CallObserver
@@ -116,15 +115,26 @@ def layer_settings(layer: Any) -> tuple[Any, bool]:
     learned = getattr(layer, ATTRIBUTE, None)
     if isinstance(learned, (CallObserver, KeptSoftmax)):
         return learned, True
-    bias, normalize = _configured_bias(layer), _normalizes(layer)
-    if learned is not None and isinstance(bias, dict):
+    normalize = _configured(layer, NORMALIZE, False)
+    if not isinstance(normalize, bool):
+        raise error_of(layer, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
+    bias = _configured(layer, ATTRIBUTE, LOG_VISIBLE)
+    if not isinstance(bias, dict):
+        validate_bias(bias)
+    if isinstance(bias, dict) != (learned is not None):
+        value, count = (f"is {bias!r}", "a learned bias") if learned is not None else ("lists learned biases", "none")
+        raise error_of(layer, f"config.{ATTRIBUTE} {value}, but this layer has {count}")
+    if learned is not None:
         return learned, normalize
-    if learned is not None or isinstance(bias, dict):
-        other = "lists learned biases" if learned is None else f"is {bias!r}"
-        raise error_of(
-            layer, f"config.sigmoid_bias {other}, but this layer has {'none' if learned is None else 'a learned bias'}"
-        )
     return _VISIBLE_KEYS if isinstance(bias, str) else float(bias), normalize
+
+
+def _configured(layer: nn.Module, name: str, default: Any) -> Any:
+    """Return an attribute of the innermost configuration around a layer that has it, or the default."""
+    for config in getattr(layer, CONFIGS, (getattr(layer, "config", None),)):
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return default
 
 
 _VISIBLE_KEYS = VisibleKeysBias()
@@ -141,27 +151,3 @@ def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[At
     if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
         raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
     return _constant(bias) if isinstance(bias, float) else bias, normalize
-
-
-def _normalizes(layer: nn.Module) -> bool:
-    """Return ``sigmoid_normalize`` of the innermost configuration around a layer that has one, or False."""
-    for config in _configs(layer):
-        if (normalize := getattr(config, NORMALIZE, None)) is not None:
-            if not isinstance(normalize, bool):
-                raise error_of(layer, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
-            return normalize
-    return False
-
-
-def _configs(layer: nn.Module) -> tuple[PretrainedConfig | None, ...]:
-    innermost: tuple[PretrainedConfig | None, ...] = (getattr(layer, "config", None),)
-    configs: tuple[PretrainedConfig | None, ...] = getattr(layer, CONFIGS, innermost)
-    return configs
-
-
-def _configured_bias(layer: nn.Module) -> Bias | dict[str, Any]:
-    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or "log_visible"."""
-    for config in _configs(layer):
-        if (bias := getattr(config, "sigmoid_bias", None)) is not None:
-            return bias if isinstance(bias, dict) else validate_bias(bias)
-    return LOG_VISIBLE

@@ -30,11 +30,6 @@ _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that d
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
     "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
-_UNSUPPORTED = {
-    "block_indices": "blocks of visible keys are not supported",
-    "cache": "a paged cache of continuous batching is not supported",
-    "output_attentions": "attention weights are never formed",
-}
 
 
 class Call(NamedTuple):
@@ -62,13 +57,10 @@ class Call(NamedTuple):
             return self.softmax()
         if isinstance(bias, CallObserver):
             result: Tensor = bias.answer(
-                *(self.query, self.key, self.value, self.mask),
-                softmax=self.softmax,
-                normalized=lambda b: self.attend(b, True),
-                is_causal=self.causal,
-                scale=self.scale,
+                self.query, self.key, self.value, self.mask, softmax=self.softmax,
+                normalized=lambda b: self.attend(b, True), is_causal=self.causal, scale=self.scale,
                 softcap=self.softcap,
-            )
+            )  # fmt: skip
             return result
         b: float | Tensor | None
         if isinstance(bias, float):
@@ -76,15 +68,9 @@ class Call(NamedTuple):
         else:
             b = evaluate_bias(bias, self.query, self.key, self.mask, normalize=normalize, is_causal=self.causal)
         return sigmoid_attention(
-            *(self.query, self.key, self.value, self.mask),
-            dropout_p=self.dropout,
-            is_causal=self.causal,
-            scale=self.scale,
-            enable_gqa=True,
-            bias=b,
-            softcap=self.softcap,
-            normalize=normalize,
-        )
+            self.query, self.key, self.value, self.mask, dropout_p=self.dropout, is_causal=self.causal,
+            scale=self.scale, enable_gqa=True, bias=b, softcap=self.softcap, normalize=normalize,
+        )  # fmt: skip
 
     def softmax(self) -> Tensor:
         """Return the output of softmax attention, (B, Hq, N, Dv)."""
@@ -110,18 +96,10 @@ def register() -> None:
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, position_bias: Tensor | None = None,
+    softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute sigmoid attention for transformers; return the output, (B, N, Hq, Dv), and None instead of weights.
 
     Args:
@@ -182,7 +160,7 @@ def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | N
     for name, value in kwargs.items():
         if name in _WITHOUT_EFFECT or name in _SUPPORTED or value is None or value is False:
             continue
-        raise error_of(module, f"{name}: {_UNSUPPORTED.get(name, 'an unknown keyword, which may change the result')}")
+        raise error_of(module, f"{name}: the keyword may change the result, and is not supported")
     window = kwargs.get("sliding_window")
     if mask is None and window is not None and window < num_keys:
         raise error_of(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")

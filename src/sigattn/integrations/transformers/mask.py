@@ -29,7 +29,6 @@ def sigmoid_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = False,
-    allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:  # (B, 1, N, M)
     """Return a boolean mask, True where a key is visible, or None if all keys are.
@@ -39,14 +38,11 @@ def sigmoid_mask(
     ``mask_function`` hides nothing beyond causality and a window (or chunk) of ``local_size`` keys. A plain causal mask
     is marked, see ``is_plain_causal``; it takes N·M bytes whatever the batch size.
     """
+    arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    mask: Tensor | None
     if getattr(kwargs.get("config"), ADDED, False):
-        added: Tensor | None = eager_mask(
-            *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
-            local_size=local_size,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            **kwargs,
-        )
-        return added
+        mask = eager_mask(*arguments, local_size=local_size, **kwargs)
+        return mask
     skippable = allow_is_causal_skip and not _tracing(attention_mask) and (local_size is None or kv_length < local_size)
     if skippable and isinstance(q_offset, int):
         if q_offset == kv_offset == 0 and _all_visible(attention_mask, 0, min(q_length, kv_length)):
@@ -55,19 +51,7 @@ def sigmoid_mask(
         last_query_only = q_length == 1 and q_offset + 1 == kv_offset + kv_length
         if last_query_only and _all_visible(attention_mask, kv_offset, kv_offset + kv_length):
             return None
-    mask: Tensor | None = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        **kwargs,
-    )
+    mask = sdpa_mask(*arguments, local_size=local_size, allow_is_causal_skip=False, **kwargs)
     return mask
 
 

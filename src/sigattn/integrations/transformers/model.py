@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
@@ -68,6 +69,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = SigattnConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _input_embed_layer = "embedding"  # of self.model
     _supports_sdpa = True
     _can_compile_fullgraph = False
@@ -118,37 +120,25 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Recompute each block in the backward pass.
-
-        Raises:
-            ValueError: for use_reentrant=True.
-        """
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("sigattn does not support re-entrant checkpointing: pass use_reentrant=False")
-        self.model.checkpoint_activations = True
+        """Recompute each block in the backward pass. Raise ValueError for options that change how."""
+        supported = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+        for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
+            if value != supported.get(name):
+                raise ValueError(
+                    f"SigattnForCausalLM does not support {name}={value!r}: use {name}={supported.get(name)}"
+                )
+        self.gradient_checkpointing = self.model.checkpoint_activations = True
 
     def gradient_checkpointing_disable(self) -> None:
         """Store the activations of each block for the backward pass."""
-        self.model.checkpoint_activations = False
+        self.gradient_checkpointing = self.model.checkpoint_activations = False
 
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """True if blocks are recomputed in the backward pass."""
-        return self.model.checkpoint_activations
-
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0, cache: Cache | None = None, **kwargs: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return the logits, (B, N, vocabulary), and the loss if there are labels.
 
         ``cache`` is the name of ``past_key_values`` from transformers 5.24 on.
@@ -189,9 +179,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 
 # options of the loss, and the one of generation with which transformers counts the cached tokens

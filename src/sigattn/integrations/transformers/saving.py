@@ -53,11 +53,25 @@ def restored(configs: Iterable[PretrainedConfig], *, always: bool = False) -> It
             attributes.update(values)
 
 
+def wrap(original: Any, wrapper: Callable[..., Any]) -> Any:
+    """Return a method that calls ``wrapper`` with the original method and its arguments; it is marked as wrapped."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped.sigattn = True  # type: ignore[attr-defined]
+    return wrapped
+
+
 def wrap_saving() -> None:
     """Wrap the methods with which configurations are saved and loaded, once per process."""
     if not hasattr(PretrainedConfig.to_dict, "sigattn"):
-        PretrainedConfig.to_dict = _recording(PretrainedConfig.to_dict)
-        PretrainedConfig._attn_implementation = _reading(PretrainedConfig._attn_implementation)
+        PretrainedConfig.to_dict = wrap(PretrainedConfig.to_dict, _to_dict)
+        store: Any = PretrainedConfig._attn_implementation
+        PretrainedConfig._attn_implementation = store.setter(
+            lambda config, value: store.fset(config, read_implementation(value))
+        )
 
 
 def _implementation(config: Any) -> str | None:
@@ -66,23 +80,17 @@ def _implementation(config: Any) -> str | None:
     return NAME if chosen is None and getattr(config, "sigmoid_bias", None) is not None else chosen
 
 
-def _recording(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ``to_dict`` so that it includes the implementation of configurations with sigmoid attention."""
-
-    @functools.wraps(original)
-    def to_dict(self: Any) -> dict[str, Any]:
-        output = original(self)
-        output.pop(ADDED, None)
-        implementation = _implementation(self)
-        if implementation == NAME:
-            _record_biases(self, output)
-        if implementation is not None and output.get("sigmoid_bias") is not None:
-            # a plain string would also apply to the parts of a composite configuration, which have their own entries
-            output[_key(self)] = {"": _written(implementation)} if self.sub_configs else _written(implementation)
-        return output
-
-    to_dict.sigattn = True  # type: ignore[attr-defined]
-    return to_dict
+def _to_dict(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Include the implementation in the dictionary of a configuration with sigmoid attention."""
+    output = original(config)
+    output.pop(ADDED, None)
+    implementation = _implementation(config)
+    if implementation == NAME:
+        _record_biases(config, output)
+    if implementation is not None and output.get("sigmoid_bias") is not None:
+        # a plain string would also apply to the parts of a composite configuration, which have their own entries
+        output[_key(config)] = {"": _written(implementation)} if config.sub_configs else _written(implementation)
+    return output
 
 
 def _record_biases(config: Any, output: dict[str, Any]) -> None:
@@ -117,10 +125,3 @@ def read_implementation(implementation: Any) -> Any:
     if isinstance(implementation, dict):
         return {part: read_implementation(value) for part, value in implementation.items()}
     return NAME if implementation == _SAVED else implementation
-
-
-def _reading(original: property) -> property:
-    """Wrap the attribute that a configuration sets when it is loaded."""
-    assert original.fset is not None
-    store = original.fset
-    return property(original.fget, lambda self, value: store(self, read_implementation(value)))

@@ -7,16 +7,15 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 from __future__ import annotations
 
 import contextvars
-import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
-from sigattn.integrations.transformers.check import fixed_choices, sub_configs, unsupported_layers
+from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
 from sigattn.integrations.transformers.configured import (
     CONFIGS,
     CONFIGURED,
@@ -27,7 +26,7 @@ from sigattn.integrations.transformers.configured import (
     restore_class,
 )
 from sigattn.integrations.transformers.mask import ADDED
-from sigattn.integrations.transformers.saving import NAME, read_implementation, restored
+from sigattn.integrations.transformers.saving import NAME, read_implementation, restored, wrap
 from sigattn.nn import fitted_bias
 from sigattn.nn.softmax_calls import known_for_another_softmax
 
@@ -36,7 +35,7 @@ _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", def
 
 def wrap_selection() -> None:
     """Wrap the methods of ``PreTrainedModel`` that choose an implementation or handle its biases, once per process."""
-    wrappers = {
+    wrappers: dict[str, Any] = {
         "get_correct_attn_implementation": _get_correct_attn_implementation,
         "post_init": _post_init,
         "set_attn_implementation": _set_attn_implementation,
@@ -45,98 +44,79 @@ def wrap_selection() -> None:
         "_initialize_weights": _initialize_weights,
         "_can_set_attn_implementation": _can_set_attn_implementation,
     }
-    for name, wrap in wrappers.items():
+    for name, wrapper in wrappers.items():
         original = getattr(PreTrainedModel, name)
         function = getattr(original, "__func__", original)
         if not hasattr(function, "sigattn"):
-            wrapped: Any = functools.wraps(function)(wrap(function))
-            wrapped.sigattn = True
+            wrapped = wrap(function, wrapper)
             setattr(PreTrainedModel, name, wrapped if function is original else classmethod(wrapped))
 
 
-def _can_set_attn_implementation(original: Any) -> Any:
+def _can_set_attn_implementation(original: Any, model_class: type[PreTrainedModel]) -> bool:
     """Let a choice of "sigmoid", and another one after it, reach models that do not use the attention interface."""
-
-    def wrapped(cls: type[PreTrainedModel]) -> bool:
-        return _choosing.get() or bool(original(cls))
-
-    return wrapped
+    return _choosing.get() or bool(original(model_class))
 
 
-def _get_correct_attn_implementation(original: Any) -> Any:
+def _get_correct_attn_implementation(
+    original: Any, model: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
     """Let "sigmoid" choose the eager layers of a model whose code has a table of classes."""
-
-    def wrapped(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention == NAME:
-            for table in fixed_choices(type(self)):
-                table[NAME] = table["eager"]
-        implementation: str = original(self, requested_attention, *args, **kwargs)
-        return implementation
-
-    return wrapped
+    if requested_attention == NAME:
+        for table in fixed_choices(type(model)):
+            table[NAME] = table["eager"]
+    implementation: str = original(model, requested_attention, *args, **kwargs)
+    return implementation
 
 
-def _post_init(original: Any) -> Any:
+def _post_init(original: Any, model: Any) -> None:
     """Add learned biases to a new model's layers. Raise for "sigmoid" if one of them computes softmax attention."""
-
-    def wrapped(self: Any) -> None:
-        original(self)
-        learned_bias.attach(self)
-        if self.config._attn_implementation == NAME:
-            _verify_and_attach(self)
-
-    return wrapped
+    original(model)
+    learned_bias.attach(model)
+    if model.config._attn_implementation == NAME:
+        _verify_and_attach(model)
 
 
-def _set_attn_implementation(original: Any) -> Any:
+def _set_attn_implementation(
+    original: Any, model: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
-
-    def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        chooses = _selects_sigmoid(attn_implementation)
-        token = _choosing.set(chooses or any(isinstance(m, CONFIGURED) for m in self.modules()))
-        try:
-            with restored(configurations(self)):
-                original(self, attn_implementation, *args, **kwargs)
-                if chooses:
-                    _verify_and_attach(self)
-                else:
-                    _replace_classes(self, None)
-        finally:
-            _choosing.reset(token)
-
-    return wrapped
+    chooses = _selects_sigmoid(attn_implementation)
+    token = _choosing.set(chooses or any(isinstance(m, CONFIGURED) for m in model.modules()))
+    try:
+        with restored(configurations(model)):
+            original(model, attn_implementation, *args, **kwargs)
+            if chooses:
+                _verify_and_attach(model)
+            else:
+                _replace_classes(model, None)
+    finally:
+        _choosing.reset(token)
 
 
-def _save_pretrained(original: Any) -> Any:
+def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a model with its learned biases, and a part of a composite model with the settings that hold for it."""
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with learned_bias.recorded(self):
-            return original(self, *args, **kwargs)
-
-    return wrapped
+    with learned_bias.recorded(model):
+        return original(model, *args, **kwargs)
 
 
-def _check_and_adjust_attn_implementation(original: Any) -> Any:
+def _check_and_adjust_attn_implementation(
+    original: Any, model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+) -> str:
     """Let ``sigmoid_bias`` of a configuration select sigmoid attention, or warn that it is ignored."""
-
-    def wrapped(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        attn_implementation = read_implementation(attn_implementation)  # from before this package was imported
-        bias = getattr(self.config, "sigmoid_bias", None)
-        if bias is not None and attn_implementation is None:
-            attn_implementation = NAME
-            _select_in_parts(self.config)
-        elif bias is not None and attn_implementation != NAME:
-            shown = f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
-            warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
-                f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {shown} of '
-                f'{type(self.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
-                stacklevel=2,
-            )
-        implementation: str = original(self, attn_implementation, *args, **kwargs)
-        return implementation
-
-    return wrapped
+    attn_implementation = read_implementation(attn_implementation)  # from before this package was imported
+    bias = getattr(model.config, "sigmoid_bias", None)
+    if bias is not None and attn_implementation is None:
+        attn_implementation = NAME
+        _select_in_parts(model.config)
+    elif bias is not None and attn_implementation != NAME:
+        shown = f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
+        warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
+            f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {shown} of '
+            f'{type(model.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
+            stacklevel=3,
+        )
+    implementation: str = original(model, attn_implementation, *args, **kwargs)
+    return implementation
 
 
 def _select_in_parts(config: PretrainedConfig) -> None:
@@ -148,15 +128,11 @@ def _select_in_parts(config: PretrainedConfig) -> None:
             _select_in_parts(part)
 
 
-def _initialize_weights(original: Any) -> Any:
+def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
-
-    def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if type(module).__module__ == fitted_bias.__name__ and not getattr(module, "_is_hf_initialized", False):
-            module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
-        original(self, module, *args, **kwargs)
-
-    return wrapped
+    if type(module).__module__ == fitted_bias.__name__ and not getattr(module, "_is_hf_initialized", False):
+        module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
+    original(model, module, *args, **kwargs)
 
 
 def _selects_sigmoid(choice: Any) -> bool:
@@ -195,7 +171,7 @@ def _verify_and_attach(model: PreTrainedModel) -> None:
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
-            f"silently use softmax: {shown}{more}. {_advice(stay)}" + (_CHOOSE_PARTS if _in_parts(model, stay) else "")
+            f"silently use softmax: {shown}{more}. {_advice(stay)}"
         )
     others = [m for m in model.modules() if "Attention" in type(m).__name__ and not isinstance(m, PreTrainedModel)]
     others = [m for m in others if not known_for_another_softmax(m)]
@@ -224,16 +200,6 @@ def _described(layer: nn.Module) -> str:
     """Return the class of a layer, and why it cannot compute sigmoid attention."""
     reason = None if isinstance(layer, PreTrainedModel) else reason_against(layer)
     return type(layer).__name__ + (f": {reason}" if reason else "")
-
-
-_CHOOSE_PARTS = '; or choose implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
-
-
-def _in_parts(model: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Return True if all of these layers belong to parts of a composite model whose implementation can be chosen."""
-    parts = sub_configs(model.config)
-    chosen = [n for n, m in model.named_modules() if n and id(getattr(m, "config", None)) in parts]
-    return all(any(name.startswith(f"{part}.") for part in chosen) for name in names)
 
 
 def _attach(

@@ -1,0 +1,418 @@
+"""torch.export with symbolic batch and lengths: no size of the traced call is fixed.
+
+Exported calls are compared with eager ones at other sizes. Calls of the same arguments are exported as one program.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn as torch_nn
+from torch.export import Dim
+from torch.nn.functional import scaled_dot_product_attention
+
+from sigattn import (
+    attention_statistics,
+    convert,
+    flash,
+    models,
+    nn,
+    sigmoid_attention,
+    sigmoid_kvcache_attention,
+    sigmoid_varlen_attention,
+)
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE),
+    pytest.mark.filterwarnings("ignore:.*enable_nested_tensor"),
+]
+
+B, N, M = Dim("b"), Dim("n"), Dim("m")  # without bounds, so that a size that is fixed or compared raises
+TRACED, OTHERS = (3, 11, 7), ((5, 29, 13), (2, 2, 3))  # n above and below m
+ROWS, KEYS, BATCH = {0: B, 1: N}, {0: B, 1: M}, {0: B}
+H, D, E = 4, 8, 32
+
+
+class Program(torch_nn.Module):
+    """Calls by name. Each takes the inputs that its parameters name, or all."""
+
+    def __init__(self, calls, inputs):
+        super().__init__()
+        self.calls, self.names = calls, {}
+        for name, call in calls.items():
+            parameters = inspect.signature(getattr(call, "forward", call)).parameters
+            self.names[name] = [n for n in parameters if n in inputs] or list(inputs)
+            if isinstance(call, torch_nn.Module):  # parameters of others, in lambdas, are constants of the program
+                self.add_module(name, call)
+
+    def forward(self, inputs):
+        return {name: call(*(inputs[n] for n in self.names[name])) for name, call in self.calls.items()}
+
+
+def assert_exported(inputs, dims, *, strict=False, **calls):
+    """Compare the exported calls with the eager ones.
+
+    ``inputs`` returns tensors by name for b, n, m; ``dims`` has their dynamic dimensions.
+    """
+    traced = inputs(*TRACED)
+    program = Program(calls, traced).eval()
+    with torch.no_grad():
+        exported = torch.export.export(program, (traced,), dynamic_shapes=(dims,), strict=strict).module()
+        for size in OTHERS:
+            arguments = inputs(*size)
+            expected, actual = (call({n: t.clone() for n, t in arguments.items()}) for call in (program, exported))
+            for name in calls:
+                torch.testing.assert_close(
+                    actual[name],
+                    expected[name],
+                    rtol=1e-4,
+                    atol=1e-5,
+                    equal_nan=True,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
+
+
+def heads_first(b, n, heads=H):
+    return torch.randn(b, heads, n, D)
+
+
+def rows_first(b, n, heads=H):
+    return torch.randn(b, n, heads, D)
+
+
+def features(b, n):
+    return torch.randn(b, n, E)
+
+
+def lengths(b, n):
+    return torch.arange(b) % n + 1
+
+
+def padding(b, n):
+    """True for padding; every sample has a key."""
+    return torch.arange(n) > torch.arange(b)[:, None]
+
+
+def starts(b, n):
+    return torch.nn.functional.pad(lengths(b, n).cumsum(0), (1, 0)).int()
+
+
+def packed(b, n):
+    return torch.randn(int(starts(b, n)[-1]), H, D)
+
+
+def attention(bias=-2.0, activation="sigmoid", **options):
+    return nn.Attention(E, H, activation=activation, attention_bias=bias, **options)
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+BIAS = {"bias": -3.0}
+LONGEST = (64, 64)
+
+
+def test_attention():
+    def inputs(b, n, m):
+        masks = {"seen": torch.rand(b, 1, n, n) > 0.3, "added": torch.randn(n, n)}
+        options = {"key_lengths": lengths(b, n), "bias": torch.randn(b, 1, n, 1), "slopes": torch.rand(b, H)}
+        return {"x": heads_first(b, n), "y": heads_first(b, m, 2), **masks, **options}
+
+    dims = {"x": {0: B, 2: N}, "y": {0: B, 2: M}, "seen": {0: B, 2: N, 3: N}, "added": {0: N, 1: N}}
+    dims |= {"key_lengths": BATCH, "bias": {0: B, 2: N}, "slopes": BATCH}
+    assert_exported(
+        inputs,
+        dims,
+        causal=lambda x: sigmoid_attention(x, x, x, is_causal=True),
+        window=lambda x: sigmoid_attention(x, x, x, window=(3, 1), softcap=3.0, normalize=True),
+        reference=lambda x: sigmoid_attention(x, x, x, backend="reference", is_causal=True),
+        three_dimensions=lambda x: sigmoid_attention(x[:, 0], x[:, 0], x[:, 0]),
+        statistics=lambda x: tuple(attention_statistics(x, x, x, is_causal=True)),
+        cross=lambda x, y: sigmoid_attention(x, y, y, enable_gqa=True, is_causal=True),
+        broadcast=lambda x, y: sigmoid_attention(x, y[:1, :1], y[:1, :1]),
+        key_lengths=lambda x, key_lengths: sigmoid_attention(x, x, x, key_lengths=key_lengths),
+        seen=lambda x, seen: sigmoid_attention(x, x, x, seen),
+        added=lambda x, added: sigmoid_attention(x, x, x, added),
+        bias=lambda x, bias: sigmoid_attention(x, x, x, bias=bias),
+        alibi=lambda x, slopes: sigmoid_attention(x, x, x, alibi_slopes=slopes),
+    )
+
+
+def test_packed_sequences_and_pages():
+    def longest_in_the_graph(q, cu):
+        longest = cu.diff().max().item()
+        arguments = (q, q, q, cu, cu, longest, longest)
+        return sigmoid_varlen_attention(*arguments), flash.flash_attn_varlen_func(*arguments)
+
+    def inputs(b, n, m):
+        cu, table = starts(b, 9), torch.arange(3 * b).view(b, 3).int()
+        options = {"bias": torch.randn(b, 1, 1, 1), "slopes": torch.rand(b, H)}
+        paged = {"x": rows_first(b, n), "pages": rows_first(3 * b, 4), "held": lengths(b, 9), "table": table}
+        return {"q": packed(b, 9), "cu": cu, **options, **paged}
+
+    dims = {"q": {0: Dim("t")}, "cu": {0: B + 1}, "bias": BATCH, "slopes": BATCH}
+    assert_exported(
+        inputs,
+        dims | {"x": ROWS, "pages": {0: Dim("pages")}, "held": BATCH, "table": BATCH},
+        causal=lambda q, cu: sigmoid_varlen_attention(q, q, q, cu, cu, *LONGEST, is_causal=True),
+        longest_in_the_graph=longest_in_the_graph,
+        bias=lambda q, cu, bias: sigmoid_varlen_attention(q, q, q, cu, cu, *LONGEST, bias=bias),
+        alibi=lambda q, cu, slopes: sigmoid_varlen_attention(q, q, q, cu, cu, *LONGEST, alibi_slopes=slopes),
+        qkvpacked=lambda q, cu: flash.flash_attn_varlen_qkvpacked_func(torch.stack([q] * 3, 1), cu, 64),
+        paged_cache=lambda x, pages, held, table: sigmoid_kvcache_attention(
+            x, pages, pages, cache_seqlens=held, block_table=table, **BIAS
+        ),
+        paged_sequences=lambda pages, table, q, cu: flash.flash_attn_varlen_func(
+            q, pages, pages, cu, cu, 64, 12, block_table=table
+        ),
+    )
+
+
+def test_functions_of_flash_attn():
+    assert_exported(
+        lambda b, n, m: {"q": rows_first(b, n), "k": rows_first(b, m), "bias": torch.randn(b)},
+        {"q": ROWS, "k": KEYS, "bias": BATCH},
+        cross=lambda q, k: flash.flash_attn_func(q, k, k, causal=True),
+        bias_of_samples=lambda q, k, bias: flash.flash_attn_func(q, k, k, sigmoid_bias=bias),
+        qkvpacked=lambda q: flash.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2)),
+        kvpacked=lambda q, k: flash.flash_attn_kvpacked_func(q, torch.stack([k] * 2, 2)),
+    )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_padding_of_flash_attention(strict):
+    assert_exported(
+        lambda b, n, m: {"h": features(b, n), "mask": ~padding(b, n), "indices": torch.arange(n * m) % b},
+        {"h": ROWS, "mask": ROWS, "indices": {0: Dim("rows")}},
+        strict=strict,
+        index_first_axis=lambda h, indices: flash.index_first_axis(h[:, 0], indices),
+        unpad_input=lambda h, mask: flash.unpad_input(h, mask)[:3],
+        pad_input=lambda h: flash.pad_input(h[:, 0], torch.arange(h.shape[0]), h.shape[0], 3),
+    )
+
+
+def test_caches():
+    def append(q, cache, held):
+        key_cache, value_cache = cache.clone(), cache.clone()
+        options = {"cache_seqlens": held, "is_causal": True}
+        return sigmoid_kvcache_attention(q, key_cache, value_cache, q, q, **options, **BIAS), key_cache, value_cache
+
+    def rotated(q, cache, held, table):
+        key_cache, tables = cache.clone(), {"rotary_cos": table, "rotary_sin": table}
+        options = {"cache_seqlens": held, "causal": True, "sigmoid_bias": -3.0}
+        return flash.flash_attn_with_kvcache(q, key_cache, cache.clone(), q, q, **tables, **options), key_cache
+
+    assert_exported(
+        lambda b, n, m: {
+            "q": rows_first(b, n), "cache": rows_first(b, n + m), "held": lengths(b, m) - 1,
+            "table": torch.randn(99, D // 2), "seen": torch.rand(b, 1, n, n) > 0.3,
+        },
+        {"q": ROWS, "cache": {0: B, 1: Dim("c")}, "held": BATCH, "table": {0: Dim("r")}, "seen": {0: B, 2: N, 3: N}},
+        number=lambda q, cache: sigmoid_kvcache_attention(q, cache, cache, cache_seqlens=4, **BIAS),
+        left_padding=lambda q, cache, held: sigmoid_kvcache_attention(
+            q, cache, cache, cache_seqlens=held + 1, left_padding=held, **BIAS
+        ),
+        mask=lambda q, cache, held, seen: sigmoid_kvcache_attention(
+            q, cache, cache, cache_seqlens=held + q.shape[1], attn_mask=seen, **BIAS
+        ),
+        append=append,
+        index=lambda q, cache, held: flash.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=held + q.shape[1], cache_batch_idx=held * 0, causal=True, sigmoid_bias=-3.0
+        ),
+        rotated=rotated,
+    )  # fmt: skip
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+causal_mask = torch_nn.Transformer.generate_square_subsequent_mask
+
+
+def test_layers():
+    recording, cross, causal = attention(), attention(causal=False), attention()
+    sample, performer = attention(nn.SampleLengthBias(), causal=False), attention(None, "performer", causal=False)
+    conformer = nn.ConformerBlock(attention(causal=False), E, 64, kernel_size=3).eval()
+    recording.record = "everything"
+
+    def documents(x):
+        is_start = torch.arange(x.shape[1]).expand(x.shape[:2]) % 4 == 0
+        return causal(x, documents=nn.Documents.from_starts(is_start))
+
+    assert_exported(
+        lambda b, n, m: {"x": features(b, n), "lengths": lengths(b, n), "y": features(b, m)},
+        {"x": ROWS, "lengths": BATCH, "y": KEYS},
+        batch=attention(nn.BatchLengthBias()),
+        query=attention(nn.QueryBias()),
+        softmax_alibi=attention(None, "softmax", position=nn.Alibi(H)),
+        split=attention(causal=False, position=nn.Alibi(H, "split")),
+        window=attention(nn.VisibleKeysBias(), window=(3, 1)),
+        block=nn.Block(cross, nn.MLP(E, 64), E, drop_path=0.1, norm_placement="hybrid"),
+        recorded=lambda x: (recording(x), recording.output_frobenius_norm, *recording.statistics),
+        sample=lambda x, lengths: sample(x, key_lengths=lengths),
+        performer=lambda x, lengths: performer(x, key_lengths=lengths),
+        conformer=lambda x, lengths: conformer(x, lengths),
+        cross=lambda x, y: cross(x, kv_input=y),
+        documents=documents,
+    )
+
+
+# -- layers written for softmax ---------------------------------------------------------------------------------------
+
+
+class Layer(torch_nn.Module):
+    """Layer that calls PyTorch's attention function."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.projection = torch_nn.Linear(E, E)
+        self.options = options
+
+    def forward(self, x, y, attn_mask=None):
+        query, key = (self.projection(t).unflatten(-1, (H, D)).transpose(1, 2) for t in (x, y))
+        return scaled_dot_product_attention(query, key, key, attn_mask, **self.options)
+
+
+def sigmoid(layer, bias=None):
+    model = torch_nn.Sequential(layer)
+    convert(model, bias=bias)
+    return model[0].eval()
+
+
+def test_layers_that_call_an_attention_function():
+    plain, causal, linear = (
+        sigmoid(Layer()),
+        sigmoid(Layer(is_causal=True)),
+        sigmoid(Layer(), nn.VisibleKeysLinearBias(H)),
+    )
+    assert_exported(
+        lambda b, n, m: {"x": features(b, n), "y": features(b, m), "mask": torch.rand(b, 1, n, m) > 0.3},
+        {"x": ROWS, "y": KEYS, "mask": {0: B, 2: N, 3: M}},
+        masked=lambda x, y, mask: plain(x, y, mask),
+        linear=lambda x, y, mask: linear(x, y, mask),
+        cross=lambda x, y: plain(x, y),
+        causal=lambda x: causal(x, x),
+        causal_cross=lambda x, y: causal(x, y),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # the count of calls
+def test_strict_export_of_a_layer_that_calls_an_attention_function():
+    assert_exported(
+        lambda b, n, m: {"x": features(b, n), "y": features(b, m)},
+        {"x": ROWS, "y": KEYS},
+        strict=True,
+        causal_cross=sigmoid(Layer(is_causal=True)),
+    )
+
+
+def test_multihead_attention():
+    layer = sigmoid(torch_nn.MultiheadAttention(E, H, batch_first=True))
+    rows_first, with_key = (
+        sigmoid(torch_nn.MultiheadAttention(E, H, add_bias_kv=a, add_zero_attn=a)) for a in (False, True)
+    )
+
+    def causal(x):
+        x = x.transpose(0, 1)
+        return rows_first(x, x, x, attn_mask=causal_mask(x.shape[0]), is_causal=True, need_weights=False)[0]
+
+    assert_exported(
+        lambda b, n, m: {
+            "x": features(b, n), "y": features(b, m), "hidden": padding(b, m), "mask": torch.rand(H * b, n, m) > 0.5
+        },
+        {"x": ROWS, "y": KEYS, "hidden": KEYS, "mask": {0: H * B, 1: N, 2: M}},
+        weights=lambda x, y: layer(x, y, y),
+        masked=lambda x, y, hidden, mask: layer(x, y, y, hidden, attn_mask=mask, need_weights=False)[0],
+        causal=causal,
+        unbatched=lambda x: rows_first(x[0], x[0], x[0]),
+        learned_key=lambda x: with_key(x, x, x),
+    )  # fmt: skip
+
+
+def test_pytorchs_transformers():
+    options = {"dim_feedforward": 48, "batch_first": True, "dropout": 0.0}
+    encoder = sigmoid(torch_nn.TransformerEncoder(torch_nn.TransformerEncoderLayer(E, H, **options), 1))
+    number = sigmoid(
+        torch_nn.TransformerEncoder(torch_nn.TransformerEncoderLayer(E, H, norm_first=True, **options), 1), -2.0
+    )
+    decoder = sigmoid(torch_nn.TransformerDecoder(torch_nn.TransformerDecoderLayer(E, H, **options), 1))
+    assert_exported(
+        lambda b, n, m: {"x": features(b, n), "y": features(b, m), "hidden": padding(b, n)},
+        {"x": ROWS, "y": KEYS, "hidden": ROWS},
+        encoder=lambda x, hidden: encoder(x, src_key_padding_mask=hidden),
+        number=lambda x: number(x, mask=causal_mask(x.shape[1]), is_causal=True),
+        decoder=lambda x, y: decoder(x, y, tgt_mask=causal_mask(x.shape[1]), tgt_is_causal=True),
+    )
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+LANGUAGE = {"vocab_size": 50, "max_seq_len": 64, "num_layers": 1, "embed_dim": E, "num_heads": H}
+SHORT, NEW = Dim("n", max=32), Dim("m", max=32)  # together at most the context
+
+
+def language_model(**settings):
+    return models.LanguageModel(models.LanguageModelConfig(**LANGUAGE, **settings))
+
+
+def test_language_models():
+    model = language_model()
+    rope = {"position": "rope", "num_kv_heads": 2, "attention_bias": "log_visible", "length_power": 0.5}
+    assert_exported(
+        lambda b, n, m: {"tokens": torch.randint(50, (b, n))},
+        {"tokens": {0: B, 1: Dim("n", max=64)}},
+        rope=language_model(**rope),
+        alibi=language_model(position="alibi", attention_bias="log_alibi", learn_bias="quadratic"),
+        documents=lambda tokens: model(tokens, documents=nn.Documents.from_end_token(tokens % 5, 0)),
+    )
+
+
+def test_language_models_with_a_cache():
+    model = language_model()
+
+    def cached(cache, first, then):
+        return model(first, cache), model(then, cache)
+
+    assert_exported(
+        lambda b, n, m: {"x": torch.randint(50, (b, n)), "y": torch.randint(50, (b, m)), "left": torch.arange(b) % n},
+        {"x": {0: B, 1: SHORT}, "y": {0: B, 1: NEW}, "left": BATCH},
+        left_padding=lambda x, y, left: cached(model.new_kv_cache(left), x, y),
+        one_token=lambda x, y: cached(model.new_kv_cache(), x, y[:, :1]),
+    )
+
+
+def test_speech_models():
+    def model(**settings):
+        sizes = {"num_layers": 1, "embed_dim": E, "num_heads": H, "num_mel_bins": 8, "vocab_size": 9}
+        return models.SpeechModel(models.SpeechModelConfig(**sizes, **settings)).eval()
+
+    transformer = model()
+    assert_exported(
+        lambda b, n, m: {"frames": torch.randn(b, n + 20, 8), "lengths": lengths(b, n) + 19},
+        {"frames": {0: B, 1: Dim("n", min=20)}, "lengths": BATCH},
+        transformer=transformer,
+        unpadded=lambda frames: transformer(frames),
+        alibi=model(position="alibi", attention_bias="log_batch"),
+        conformer=model(block_kind="conformer", conformer_kernel_size=3, position="sincos"),
+    )
+
+
+def test_vision_models():
+    sizes = {"num_layers": 1, "embed_dim": E, "num_heads": H, "image_size": 8, "patch_size": 4, "channels": 1}
+    sizes |= {"num_classes": 10}
+    images = models.ViTConfig(**sizes, position="sincos")
+    decoder = {"decoder_num_layers": 1, "decoder_embed_dim": E, "decoder_num_heads": H}
+    autoencoder = models.MaskedAutoencoder(models.MaskedAutoencoderConfig(encoder=images, **decoder)).eval()
+    of_any_size = {
+        p: models.ViT(
+            models.ViTConfig(**sizes, position=p, pool="average", dynamic_img_size=True, attention_bias="log_batch")
+        )
+        for p in ("learnable", "sincos", "cape")
+    }
+    assert_exported(
+        lambda b, n, m: {"images": torch.randn(b, 1, 4 * n, 4 * m), "small": torch.randn(b, 1, 8, 8)},
+        {"images": {0: B, 2: 4 * Dim("rows"), 3: 4 * Dim("columns")}, "small": BATCH},
+        encoder=lambda small: autoencoder.encoder(small),
+        autoencoder=lambda small: autoencoder(small)[0] * 0,  # its order of patches is random
+        **of_any_size,
+    )
