@@ -79,34 +79,22 @@ def leaves_of(case):
     return leaves, starts
 
 
-def mask_of(mask, s, n, m):
-    """Return a sequence's part of a mask, (Hq or 1, n or 1, m or 1)."""
-    if mask is None:
-        return None
-    mask = mask[s if len(mask) > 1 else 0]
-    mask = mask if mask.shape[1] == 1 else mask[:, :n]
-    return mask if mask.shape[2] == 1 else mask[..., :m]
-
-
 def by_formula(case, leaves, starts, dtype):
     """Compute each sequence separately."""
-    (hq, _), (lengths_q, lengths_k) = case["heads"], case["lengths"]
-    out = []
-    for s in range(len(lengths_q)):
+    (hq, _), lengths, out = case["heads"], case["lengths"], []
+    count = len(lengths[0])
+    bias, slopes, mask = (leaves.get(name) for name in ("bias", "slopes", "mask"))
+    if bias is not None:
+        bias = (bias.to(dtype)[:, None] if case["bias"] == "sequence" else bias.to(dtype)).expand(count, hq)
+    slopes = None if slopes is None else slopes.expand(count, hq)
+    mask = None if mask is None else mask.expand(count, hq, *(max(n, default=0) for n in lengths))
+    options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
+    for s, (n, m) in enumerate(zip(*lengths, strict=True)):
         rows, keys = (slice(int(t[s]), int(t[s + 1])) for t in starts)
-        bias = case["bias"]
-        if isinstance(bias, str):
-            b = leaves["bias"].to(dtype)
-            if bias in ("sequence", "both"):
-                b = b[s]
-            bias = (b[0] if bias == "head" else b).expand(hq)
-        slopes = leaves.get("slopes")
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[s]
+        options["mask"] = None if mask is None else mask[s, :, :n, :m]
+        b = case["bias"] if bias is None else bias[s]
         qkv = leaves["q"][rows], leaves["k"][keys], leaves["v"][keys]
-        options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
-        mask = mask_of(leaves.get("mask"), s, lengths_q[s], lengths_k[s])
-        out.append(one_sequence(*qkv, dtype, bias, slopes, mask=mask, **options))
+        out.append(one_sequence(*qkv, dtype, b, None if slopes is None else slopes[s], **options))
     out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
     return torch.cat(out)
 

@@ -81,8 +81,11 @@ class Call:
         self.caches = [self.cache_of(t, case["held"], case["dtype"]) for t in self.rows]
         shapes = {"number": (), "sample": (batch,), "head": (1, self.hq), "both": (batch, self.hq)}
         shapes["query"] = (batch, 1, case["n"])
-        b = case["bias"]
-        self.bias = self.randn(*shapes[b], dtype=torch.float32) - 1 if isinstance(b, str) else b
+        self.bias = self.biases = case["bias"]
+        if isinstance(self.bias, str):
+            self.bias = self.randn(*shapes[case["bias"]], dtype=torch.float32) - 1
+            of_all = self.bias.reshape(*self.bias.shape, *[1] * (3 - self.bias.dim()))
+            self.biases = of_all.expand(batch, self.hq, case["n"])
         shape = {"head": (self.hq,), "sample": (batch, self.hq)}.get(case["slopes"])
         self.slopes = self.randn(*shape, dtype=torch.float32).abs() / 8 if shape else None
         angles = torch.rand(CAPACITY + 8, case["d"] // 2, generator=self.generator, dtype=torch.float64) * 6
@@ -148,20 +151,11 @@ class Call:
             if case["rotary"]:
                 rows[0][b, held:total] = self.turn(rows[0][b, held:total], torch.arange(held, total), dtype)
                 q = self.turn(q, held + steps * (case["causal"] or case["window"] != (-1, -1)), dtype)
-            slopes = self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[b]
+            slopes = None if self.slopes is None else self.slopes.expand(len(self.q), self.hq)[b]
             options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
             options |= {"slopes": slopes, "mask": self.mask_of(b, total - first)}
-            bias = self.bias
-            if isinstance(bias, torch.Tensor):  # (Hq or 1, N or 1), and as rows of queries
-                bias = bias[b if len(bias) > 1 else 0] if bias.dim() else bias
-                bias = bias.reshape(-1, 1) if case["bias"] != "query" else bias
-                bias = bias.expand(self.hq, case["n"])
-            tensors = q, *(t[b, first:total] for t in rows)
-            if case["bias"] == "query":
-                outs.append(torch.stack([one_sequence(*tensors, dtype, bias[:, i], **options)[i] for i in steps]))
-            else:
-                of_heads = bias[:, 0] if isinstance(bias, torch.Tensor) else bias
-                outs.append(one_sequence(*tensors, dtype, of_heads, **options))
+            bias = self.biases[b] if isinstance(self.biases, torch.Tensor) else self.biases
+            outs.append(one_sequence(q, *(t[b, first:total] for t in rows), dtype, bias, **options))
         lengths = [held + case["new"] for held in case["held"]]
         return torch.stack(outs), [self.cache_of(t, lengths, dtype) for t in rows]
 

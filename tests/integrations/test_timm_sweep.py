@@ -18,15 +18,12 @@ from tests.integrations.sweep_timm import outcome  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 WHOLE = os.environ.get("SIGATTN_SWEEP") == "all"
+SWIN = {"depths": (1, 2), "num_heads": (1, 2), "embed_dim": 16}
 SAMPLE = {  # name: options, verdict, layers
     "test_vit3": ({}, "exact", "Attention, AttentionPoolLatent"),
     "vit_pwee_patch16_reg1_gap_256": ({"depth": 2, "embed_dim": 64, "num_heads": 2}, "exact", "ParallelScalingBlock"),
     "xcit_nano_12_p16_224": ({"depth": 2, "cls_attn_layers": 1}, "exact", "ClassAttn, XCA"),
-    "swin_tiny_patch4_window7_224": (
-        {"depths": (1, 2), "num_heads": (1, 2), "embed_dim": 16},
-        "exact",
-        "WindowAttention",
-    ),
+    "swin_tiny_patch4_window7_224": (SWIN, "exact", "WindowAttention"),
     "hiera_tiny_224": ({"embed_dim": 16, "stages": (1, 1, 1, 1)}, "exact", "MaskUnitAttention"),
     "nest_tiny": ({"img_size": 32, "size": (3, 32, 32)}, "exact", "Attention"),
     "mobilenetv4_hybrid_medium_075": ({"size": (3, 64, 64)}, "exact", "MultiQueryAttention2d"),

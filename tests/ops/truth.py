@@ -70,8 +70,8 @@ def formula_options(options):
 
 
 def one_sequence(q, k, v, dtype=None, bias=None, slopes=None, **options):
-    """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv) → (N, Hq, Dv), the last query at the last key; bias: (Hq,), a number."""
-    bias = bias.view(-1, 1, 1) if isinstance(bias, torch.Tensor) else bias
+    """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv) → (N, Hq, Dv), last query at last key; bias: (Hq,), (Hq, N), float."""
+    bias = bias.reshape(len(bias), -1, 1) if isinstance(bias, torch.Tensor) else bias
     offset = len(k) - len(q)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     return formula(q, k, v, dtype=dtype, bias=bias, slopes=slopes, offset=offset, **options)[0].transpose(0, 1)

@@ -60,14 +60,10 @@ class ProcessMesh:
         return self.dp_size * self.cp_size
 
     def with_mesh(self, tensor_parallel: int, context_parallel: int = 1) -> ProcessMesh:
-        """Return the processes with meshes for tensor and context parallelism.
-
-        Args:
-            tensor_parallel: number of processes that share each layer.
-            context_parallel: number of processes that share each sequence.
+        """Return the processes with meshes, so many of which share each layer and each sequence.
 
         Raises:
-            SettingsError: a ValueError, if their product does not divide the number of processes.
+            SettingsError: a ValueError, if the product does not divide the number of processes.
         """
         if self.world_size % (tensor_parallel * context_parallel):
             others = f" and context_parallel={context_parallel} do" if context_parallel > 1 else " does"
@@ -111,9 +107,7 @@ class ProcessMesh:
     def reduce_statistics(self, statistics: Sequence[AttentionStatistics]) -> dict[str, float]:
         """Return means of row mass and sparsity over layers, heads and samples of all processes, and the largest logit.
 
-        Args:
-            statistics: those of each layer and micro-batch of this process, which may have none. A sparsity of NaN is
-                left out.
+        ``statistics`` are those of this process's layers and micro-batches, perhaps none. NaN is left out.
         """
         none, lowest = torch.zeros(0, device=self.device), torch.full((1,), -math.inf, device=self.device)
         sums = []

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed import ProcessGroup
 
 
 class SequenceSharding(NamedTuple):
@@ -68,20 +66,3 @@ class SequenceSharding(NamedTuple):
             segments.append((slice(start, start + len(s)), s))
             start += len(s)
         return segments
-
-
-def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> SequenceSharding:
-    """Return the sharding of sequences over a group, given the ``local`` number of positions; raise if they do not fit.
-
-    ``length`` is that of the whole sequence; None if all processes have the same number of positions.
-    """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    sharding = SequenceSharding(local * ranks if length is None else length, ranks, balanced)
-    if sharding.size(rank) != local:
-        length_passed = f"length={length}" if length is not None else "no length given"
-        raise ValueError(
-            f"of {sharding.length} positions over {ranks} processes, balanced={balanced}, process {rank} has "
-            f"{sharding.size(rank)}, but got {local} ({length_passed}): shard the sequence "
-            "by SequenceSharding.shard and pass length"
-        )
-    return sharding

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sigattn.distributed.ring import Ring, ShardedAttention
-from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
+from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops import validation
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
@@ -65,8 +65,15 @@ def context_parallel_attention(
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
                          f"{validation.describe(query=query, key=key)}")  # fmt: skip
-    group = mesh.get_group()
-    sharding = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
+    ranks, rank, local = mesh.size(), mesh.get_local_rank(), query.shape[2]
+    whole = local * ranks if length is None else length
+    sharding = SequenceSharding(whole, ranks, is_causal if balanced is None else balanced)
+    if sharding.size(rank) != local:
+        raise ValueError(
+            f"{_NAME}: of {whole} positions over {ranks} processes, balanced={sharding.balanced}, process {rank} has "
+            f"{sharding.size(rank)}, but got {local} (length={length}): shard the sequence by SequenceSharding.shard "
+            "and pass length"
+        )
     validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
     if bias is None:
         bias = log_length_bias(sharding.length)
@@ -75,7 +82,7 @@ def context_parallel_attention(
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
         options["bias"] = bias - NORMALIZED_MARGIN if normalize else bias
     problem = make_problem(Problem, query, key, value, **options)
-    ring = Ring(sharding, group, backend)
+    ring = Ring(sharding, mesh.get_group(), backend)
     out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
     return out
 
