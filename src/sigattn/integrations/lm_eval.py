@@ -8,6 +8,7 @@ Commands::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ with explain_import_errors("eval"):
 # task → number of examples in the prompt
 PAPER = dict.fromkeys(("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande", "lambada_openai"), 0)
 PAPER |= {"triviaqa": 1, "webqs": 1}
+
+# it warns that a model is passed, not the name of one
+logging.getLogger(HFLM.__module__).addFilter(lambda record: "`pretrained`" not in record.getMessage())
 
 
 class SigattnLM(HFLM):
