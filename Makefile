@@ -93,8 +93,8 @@ test-integrations-%: .venv-integrations-%/installed
 	    tests/integrations/test_transformers_written.py tests/integrations/test_peft.py tests/ops/test_llvm.py
 
 test-kernels: setup
-	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or static or kernels" \
-	    tests/ops tests/test_flash.py tests/benchmarks
+	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or kernels" \
+	    tests/ops tests/test_flash.py
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/compiled
 
 sweep: setup

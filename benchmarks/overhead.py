@@ -27,7 +27,7 @@ from benchmarks.timing import TimedBenchmark, time_calls, time_graphs
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops import triton as backend
 from sigattn.ops.kvcache import KV_CACHE
-from sigattn.ops.triton import launch, launch_cache, launch_decode, tuning
+from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.varlen import VARLEN
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
@@ -120,12 +120,10 @@ class _NoOpCompiledKernel:
 @contextlib.contextmanager
 def _no_op_kernels() -> Iterator[None]:
     """Replace the kernels by no-ops, and use CPU tensors as if they were on a GPU: their values are not checked."""
-    kernels = {launch: ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"), launch_decode: ("decode_kernel",)}
     with contextlib.ExitStack() as stack:
         stack.callback(launch_cache.clear)  # its entries launch the no-ops
-        for module, names in kernels.items():
-            for name in names:
-                stack.enter_context(mock.patch.object(module, name, _NoOpKernel(getattr(module, name))))
+        for name in ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel", "decode_kernel"):
+            stack.enter_context(mock.patch.object(launch, name, _NoOpKernel(getattr(launch, name))))
         stack.enter_context(mock.patch.object(backend, "_device_unavailable", _supports_all))
         for op in (VARLEN, KV_CACHE):
             stack.enter_context(mock.patch.object(op, "checked", _unchanged))

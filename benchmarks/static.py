@@ -16,7 +16,7 @@ from benchmarks import machine_code, provenance, static_hopper
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
 from benchmarks.tables import mask_name
 from sigattn.ops.hopper import launch as launch_hopper
-from sigattn.ops.triton import kernel_args, tma, tuning
+from sigattn.ops.triton import kernel_args, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.tables import print_table
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
@@ -161,19 +161,19 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
     names = ("query", "key", "value", "grad_out")
     loaded = dict.fromkeys(names, tensor)
     if options.TMA:
-        sizes = tma.tile_sizes(options)
+        sizes = kernel_args.tile_sizes(options)
         loaded = {name: f"tensordesc<{element}[1, 1, {rows}, {width}]>" for name, (rows, width) in sizes.items()}
     pointer = {"none": None, "added": "*fp32"}.get(options.MASK, "*u8")
     bias = "*fp32" if options.BIAS in ("scalar", "tensor") else None
     shift = "*fp32" if options.SHIFT in ("scalar", "tensor") else None
     mask = (number, number, number, 1)
     integers = "bias_b bias_h bias_n threshold len_q len_k heads query_offset left right table_b mask_keys n kv_heads "
-    integers += "pages page_size table_width splits o_split pitch"
+    integers += "pages page_size table_width splits out_split pitch"
     gradients = ("out", "grad_key", "grad_value", "grad_query")
     return {
         **loaded,
         **dict.fromkeys(gradients, tensor),
-        **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "out", "gq", "gk", "gv")},
+        **{f"{name}_strides": strides for name in kernel_args.IN_ROWS},
         **dict.fromkeys(integers.split(), number),
         "seqlens": "*i32",
         **dict.fromkeys(("query_ends", "left_padding", "block_table")),

@@ -8,15 +8,9 @@ from typing import Any
 
 from benchmarks import machine_code
 from benchmarks.compiled_kernel import CompiledKernel, summarize
-from sigattn.ops.hopper.launch import ROWS, WARP_GROUPS, WIDTH
+from sigattn.ops.hopper.launch import HELD, ROWS, WARP_GROUPS, WIDTH
 from sigattn.ops.triton import tuning
-
-_OWN = {
-    tuning.FWD: ("query", "out"),
-    tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
-    tuning.DQ: ("query", "grad_out", "grad_query"),
-}
-_WALKED = {"query", "key", "value", "grad_out"}
+from sigattn.ops.triton.kernel_args import IN_ROWS
 
 
 def compile_all() -> list[CompiledKernel]:
@@ -38,13 +32,12 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel, hopper_bwd_dq_kernel
-    from sigattn.ops.hopper.forward import hopper_fwd_kernel
+    from sigattn.ops.hopper import kernels
 
     functions: dict[str, Any] = {
-        tuning.FWD: hopper_fwd_kernel,
-        tuning.DKDV: hopper_bwd_dkdv_kernel,
-        tuning.DQ: hopper_bwd_dq_kernel,
+        tuning.FWD: kernels.hopper_fwd_kernel,
+        tuning.DKDV: kernels.hopper_bwd_dkdv_kernel,
+        tuning.DQ: kernels.hopper_bwd_dq_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, causal, config, normalize)
     source = GluonASTSource(functions[kernel], signature, constants)
@@ -67,7 +60,7 @@ def _signature(
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
-    from sigattn.ops.hopper.common import HopperOptions, Scales
+    from sigattn.ops.hopper.kernels import HopperOptions, Scales
 
     options = HopperOptions(
         WIDTH,
@@ -84,8 +77,8 @@ def _signature(
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constants[(at,)] = "constexpr", options
-        elif name in _OWN[kernel] or name in _WALKED:
-            rows = ROWS if name in _OWN[kernel] else config.block
+        elif name in IN_ROWS:
+            rows = ROWS if name in HELD[kernel] else config.block
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {WIDTH}],{layout!r}>"
         elif normalize and name in ("row_sums", "row_terms"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +219,7 @@ def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -
 @contextlib.contextmanager
 def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: Inputs) -> Iterator[None]:
     """Change the tables for one call, so that it uses the candidate."""
-    changing = ("kernel_config", "HOPPER_CONFIGS", "SHRINK_TILES", "TMA_MIN_WEIGHTS")
+    changing = ("kernel_config", "HOPPER_CONFIGS", "TMA_MIN_WEIGHTS")
     before = {name: getattr(tuning, name) for name in changing}
 
     def kernel_config(
@@ -233,9 +234,10 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
     if special and not launch_hopper.supports(kernel_args.prepare(problem), inputs.grad_out):
         raise provenance.BenchmarkError("the Hopper kernels do not support this problem")
     try:
-        tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.SHRINK_TILES = kernel_config, special, False
-        tuning.TMA_MIN_WEIGHTS = 0
-        yield
+        tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.TMA_MIN_WEIGHTS = kernel_config, special, 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # that a smaller tile shape is launched instead
+            yield
     finally:
         for name, value in before.items():
             setattr(tuning, name, value)

@@ -23,9 +23,9 @@ LEFT_OUT = {
         f"sigattn.ops.{name}"
         for name in ("autocast", "broadcasting", "nested", "positions", "reference", "scalars", "vmap")
     ),
-    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "dropout", "forward")),
+    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward")),
     *(f"sigattn.ops.triton.{name}" for name in ("rows", "scores", "tile")),
-    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
+    "sigattn.ops.hopper.kernels",
     *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "padding", "validation", "varlen")),
     "sigattn.nn.functional",
     *(f"sigattn.nn.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys", "written_softmax")),
@@ -117,8 +117,8 @@ def _no_call_was_made_before():
     """Launches that are kept in a process are kept in a test: others may change what they depend on."""
     if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
         launch_cache.clear()
-    if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
-        fitting._taken.clear()
+    if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:
+        tuning._taken.clear()
 
 
 def _speed_up(interpreter):

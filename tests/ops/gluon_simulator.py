@@ -6,13 +6,9 @@ when it is issued. A buffer overwritten too early, a wait for the wrong phase of
 wait therefore causes a wrong number, an error or a deadlock. New memory is NaN.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import types
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -24,24 +20,24 @@ class DeadlockError(Exception):
 class Value:
     """A tensor in registers."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data):
         self.data = data
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
     type = types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+    def to(self, dtype, bitcast=False):
         return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
 
-    def __neg__(self) -> Value:
+    def __neg__(self):
         return Value(-self.data)
 
-    def __getitem__(self, at: Any) -> Value:
+    def __getitem__(self, at):
         return Value(self.data[at])
 
 
-def _raw(x: Any) -> Any:
+def _raw(x):
     if isinstance(x, Pending):
         raise AssertionError("the result of a product is used before it was waited for")
     if type(x).__name__ == "constexpr":
@@ -49,55 +45,49 @@ def _raw(x: Any) -> Any:
     return x.data if isinstance(x, Value) else x
 
 
-def _binary(name: str) -> Callable[..., Any]:
-    def operator(self: Value, other: Any) -> Value:
-        return Value(getattr(self.data, name)(_raw(other)))
-
-    return operator
-
-
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "le", "lt", "ge", "eq", "truediv"):
-    setattr(Value, f"__{_name}__", _binary(f"__{_name}__"))
+    _operator = f"__{_name}__"
+    setattr(Value, _operator, lambda self, other, name=_operator: Value(getattr(self.data, name)(_raw(other))))
 
 
 class Shared:
     """Shared memory; all views of an allocation share its data."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def index(self, i: int) -> Shared:
-        assert 0 <= i < self.data.shape[0], f"place {i} of {self.data.shape[0]}"
-        return Shared(self.data[i])
+    def index(self, i):
+        assert 0 <= i < len(self.data), f"slot {i} of {len(self.data)}"
+        return self.data[i] if isinstance(self.data, list) else Shared(self.data[i])
 
-    def reshape(self, shape: list[int]) -> Shared:
+    def reshape(self, shape):
         return Shared(self.data.view(shape))
 
-    def permute(self, order: list[int]) -> Shared:
+    def permute(self, order):
         return Shared(self.data.permute(order))
 
-    def store(self, value: Value) -> None:
+    def store(self, value):
         self.data.copy_(_raw(value))
 
 
 class Pointer:
     """A pointer to an entry of a tensor."""
 
-    def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
+    def __init__(self, tensor, offset=0):
         self.tensor, self.offset = tensor, offset
 
-    def __add__(self, step: int | Value) -> Pointer:
+    def __add__(self, step):
         return Pointer(self.tensor, self.offset + _raw(step))
 
-    def load(self, mask: Value | None = None, other: float = 0.0) -> Value:
+    def load(self, mask=None, other=0.0):
         at, memory = torch.as_tensor(self.offset), self._memory()
         inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data
         return Value(torch.where(inside, memory[torch.where(inside, at, 0)], other).to(memory.dtype))
 
-    def store(self, value: Value, mask: Value) -> None:
+    def store(self, value, mask):
         self._memory()[self.offset[mask.data]] = value.data[mask.data]
 
-    def _memory(self) -> torch.Tensor:
+    def _memory(self):
         size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size() - self.tensor.storage_offset()
         return self.tensor.as_strided((size,), (1,))
 
@@ -105,33 +95,24 @@ class Pointer:
 class Barrier:
     """An mbarrier."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = self.left = self.bytes = self.phase = 0
 
-    def settle(self) -> None:
+    def settle(self, arrivals=0, size=0):
+        self.left -= arrivals
+        self.bytes += size
         assert self.left >= 0, "more arrivals than the barrier was made for"
         if self.left == 0 and self.bytes == 0:
             self.left, self.phase = self.count, self.phase ^ 1
 
 
-class Barriers(Shared):
-    """An array of mbarriers."""
-
-    def __init__(self, count: int) -> None:
-        self.all = [Barrier() for _ in range(count)]
-
-    def index(self, i: int) -> Any:
-        assert 0 <= i < len(self.all)
-        return self.all[i]
-
-
 class Pending:
     """A pending product: an accumulator of the tensor cores."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], shape: tuple[int, int]) -> None:
+    def __init__(self, run, shape):
         self.run, self.shape, self.data = run, shape, None
 
-    def finish(self) -> None:
+    def finish(self):
         if self.data is None:
             self.data = self.run()
 
@@ -139,26 +120,22 @@ class Pending:
 class Descriptor:
     """A TMA descriptor."""
 
-    def __init__(self, tensor: torch.Tensor, block: list[int]) -> None:
+    def __init__(self, tensor, block):
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
 
-    def read(self, at: list[int]) -> torch.Tensor:
+    def read(self, at):
         out = torch.zeros(self.block, dtype=self.dtype)
         there, here = self._overlap(at)
         out[here] = self.tensor[there]
         return out
 
-    def write(self, at: list[int], data: torch.Tensor) -> None:
+    def write(self, at, data):
         there, here = self._overlap(at)
         self.tensor[there] = data[here]
 
-    def _overlap(self, at: list[int]) -> tuple[Any, Any]:
+    def _overlap(self, at):
         sizes = [max(0, min(b, n - a)) for a, b, n in zip(at, self.block, self.tensor.shape, strict=True)]
         return tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True)), tuple(slice(0, s) for s in sizes)
-
-
-def _is_kernel(f: Any) -> bool:
-    return type(f).__name__ in ("GluonJITFunction", "SimpleNamespace") and hasattr(f, "fn")
 
 
 class Simulator:
@@ -169,20 +146,19 @@ class Simulator:
         lazy: execute asynchronous operations only when they must have completed.
     """
 
-    def __init__(self, seed: int, *, lazy: bool) -> None:
+    def __init__(self, seed, *, lazy):
         self.random, self.lazy = random.Random(seed), lazy
-        self.actions: list[Callable[[], None]] = []  # copies under way
+        self.actions = []  # copies under way
         self.program = self.programs = 0
         self.turn = threading.Condition()
-        self.running: int | None = None
-        self.waiting: dict[int, Callable[[], bool]] = {}
-        self.failed: BaseException | None = None
-        self.products: dict[int, list[Pending]] = {}
-        self.stores: dict[int, list[Callable[[], None]]] = {}
+        self.running = self.failed = None
+        self.waiting = {}  # by thread: whether it is ready
+        self.products = {}  # by thread
+        self.stores = {}
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
-    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+    def pause(self, ready=lambda: True):
         """Yield to the other partitions; return when this one is scheduled again and ready."""
         me = threading.get_ident()
         with self.turn:
@@ -197,7 +173,7 @@ class Simulator:
                 raise SystemExit
             del self.waiting[me]
 
-    def _next(self) -> None:
+    def _next(self):
         self.running = None
         while self.running is None and self.failed is None:
             if self.actions and not self.lazy and self.random.random() < 0.5:
@@ -214,19 +190,19 @@ class Simulator:
                 break
         self.turn.notify_all()
 
-    def _act_or_fail(self) -> None:
+    def _act_or_fail(self):
         if not self.actions:
-            raise DeadlockError("everybody waits, and nothing is under way")
+            raise DeadlockError("all partitions wait, and nothing is under way")
         # late stores complete as late as possible: only a reuse of their buffer waits for them
         stores = [action for own in self.stores.values() for action in own]
         loads = [at for at, action in enumerate(self.actions) if action not in stores]
         able = loads if loads and self.lazy else range(len(self.actions))
         self.actions.pop(self.random.choice(able))()
 
-    def split(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    def split(self, parts):
         """Run the partitions concurrently to completion."""
 
-        def body(function: Any, arguments: tuple[Any, ...]) -> None:
+        def body(function, arguments):
             me = threading.get_ident()
             try:
                 with self.turn:
@@ -262,63 +238,52 @@ class Simulator:
 
     # -- what kernels call --------------------------------------------------------------------------------------------
 
-    def wait(self, barrier: Barrier, phase: int) -> None:
+    def wait(self, barrier, phase):
         self.pause(lambda: barrier.phase != phase)
 
-    def expect(self, barrier: Barrier, size: int) -> None:
-        barrier.bytes += size
-        barrier.left -= 1
-        barrier.settle()
+    def expect(self, barrier, size):
+        barrier.settle(arrivals=1, size=size)
         self.pause()
 
-    def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
-        if pred:
-            barrier.left -= count
-            barrier.settle()
+    def arrive(self, barrier):
+        barrier.settle(arrivals=1)
         self.pause()
 
-    def init(self, barrier: Barrier, count: int) -> None:
+    def init(self, barrier, count):
         barrier.count = barrier.left = count
 
-    def load(self, descriptor: Descriptor, at: list[int], barrier: Barrier, place: Shared) -> None:
-        def copy() -> None:
+    def load(self, descriptor, at, barrier, slot):
+        def copy():
             data = descriptor.read(at)
-            place.data.copy_(data)
-            barrier.bytes -= data.numel() * data.element_size()
-            barrier.settle()
+            slot.data.copy_(data)
+            barrier.settle(size=-data.numel() * data.element_size())
 
         self.actions.append(copy)
         self.pause()
 
-    def store(self, descriptor: Descriptor, at: list[int], place: Shared) -> None:
+    def store(self, descriptor, at, slot):
         own = self.stores.setdefault(threading.get_ident(), [])
 
-        def copy() -> None:
-            descriptor.write(at, place.data)
+        def copy():
+            descriptor.write(at, slot.data)
             own.remove(copy)
 
         own.append(copy)
         self.actions.append(copy)
         self.pause()
 
-    def store_wait(self, pendings: int) -> None:
+    def store_wait(self, pendings):
         own = self.stores.setdefault(threading.get_ident(), [])
         self.pause(lambda: len(own) <= pendings)
 
-    def mma(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    def mma(self, a, b, acc, use_acc=True, is_async=False):
         assert is_async
-        start = acc if isinstance(acc, Value) else None
-        if start is None and use_acc:
+        shape = a.data.shape[0], b.data.shape[1]
+        if use_acc and not isinstance(acc, Value):
             assert isinstance(acc, Pending)
-            same = acc.data is not None or acc.shape == (a.data.shape[0], b.data.shape[1])
-            assert same, "an accumulator under way goes into a product of another shape"
+            assert acc.data is not None or acc.shape == shape, "an accumulator of another shape is under way"
         left = a.data  # of registers; of shared memory it is a view, read when the product happens
-
-        def run() -> torch.Tensor:
-            product = left.float() @ b.data.float()
-            return product + (acc.data if use_acc else 0)
-
-        result = Pending(run, (a.data.shape[0], b.data.shape[1]))
+        result = Pending(lambda: left.float() @ b.data.float() + (acc.data if use_acc else 0), shape)
         own = self.products[threading.get_ident()]
         own.append(result)
         if not self.lazy:
@@ -327,28 +292,25 @@ class Simulator:
         self.pause()
         return result
 
-    def mma_wait(self, outstanding: int, deps: list[Any]) -> Any:
-        own = self.products[threading.get_ident()]
-        for p in own[: len(own) - outstanding]:
+    def mma_wait(self, outstanding, deps):
+        me = threading.get_ident()
+        own = self.products[me]
+        done, self.products[me] = own[: len(own) - outstanding], own[len(own) - outstanding :]
+        for p in done:
             p.finish()
-        self.products[threading.get_ident()] = own[len(own) - outstanding :]
-        open_ones = own[len(own) - outstanding :]
-        found = [Value(d.data) if isinstance(d, Pending) and d not in open_ones else d for d in deps]
+        results = [Value(d.data) if isinstance(d, Pending) and d not in self.products[me] else d for d in deps]
         self.pause()
-        return found[0] if len(found) == 1 else tuple(found)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def allocate(self, dtype: torch.dtype, shape: list[int], _: Any = None) -> Shared:
+    def allocate(self, dtype, shape, _=None):
         if dtype is torch.int64:
-            return Barriers(shape[0])
+            return Shared([Barrier() for _ in range(shape[0])])
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
 
-    def namespace(self) -> dict[str, Any]:
+    def namespace(self):
         """Return the simulated namespace of a kernel's module, including inline assembly functions."""
 
-        def unary(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
-            return lambda x: Value(f(_raw(x)))
-
-        def least(a: Any, b: Any, propagate_nan: Any = None) -> Any:
+        def least(a, b, propagate_nan=None):
             if not isinstance(a, Value):
                 return min(a, b)
             bound = torch.tensor(b, dtype=a.dtype)  # a GPU's minimum ignores NaN by default
@@ -358,7 +320,6 @@ class Simulator:
             constexpr=lambda x: x,
             int32=torch.int32,
             int64=torch.int64,
-            cast=lambda x, dtype: x,
             float32=torch.float32,
             program_id=lambda _: self.program,
             num_programs=lambda _: self.programs,
@@ -370,7 +331,7 @@ class Simulator:
             load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
             store=lambda pointer, value, mask: pointer.store(value, mask),
             sum=lambda x, axis: Value(_raw(x).sum(axis)),
-            exp2=unary(torch.exp2),
+            exp2=lambda x: Value(torch.exp2(_raw(x))),
             zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
             arange=lambda start, stop, layout: Value(torch.arange(start, stop)),
             where=lambda c, a, b: Value(torch.where(_raw(c), _raw(a), _raw(b))),
@@ -382,7 +343,6 @@ class Simulator:
             allocate_shared_memory=self.allocate,
             warp_specialize=lambda parts, warps, registers: self.split(parts),
             NVMMADistributedLayout=lambda *_: None,
-            NVMMASharedLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None,
             PropagateNan=types.SimpleNamespace(ALL=True),
@@ -402,22 +362,24 @@ class Simulator:
             "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": self.mma_wait,
             "fence_async_shared": self.pause,
-            "special_reciprocal": unary(torch.reciprocal),
+            "special_reciprocal": lambda x: Value(torch.reciprocal(_raw(x))),
         }
 
-    def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
+    def run(self, module, kernel, programs, **arguments):
         """Run a kernel of a module, one program after another."""
-        simulated = self.namespace()
-        worlds: dict[int, dict[str, Any]] = {}
+        simulated, worlds = self.namespace(), {}
 
-        def world(names: dict[str, Any]) -> dict[str, Any]:
+        def world(names):
             """Return the simulated namespace of a module, and of the modules of the functions that it calls."""
             if id(names) not in worlds:
-                found = worlds[id(names)] = {**names, **simulated}
+                worlds[id(names)] = {**names, **simulated}
                 for name, called in names.items():
-                    if _is_kernel(called) and name not in simulated:
-                        f = called.fn
-                        found[name] = types.FunctionType(f.__code__, world(f.__globals__), name, f.__defaults__)
+                    is_kernel = type(called).__name__ in ("GluonJITFunction", "SimpleNamespace")
+                    if is_kernel and hasattr(called, "fn") and name not in simulated:
+                        f = types.FunctionType(
+                            called.fn.__code__, world(called.fn.__globals__), name, called.fn.__defaults__
+                        )
+                        worlds[id(names)][name] = f
             return worlds[id(names)]
 
         arguments = {name: Pointer(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}

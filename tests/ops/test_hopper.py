@@ -12,12 +12,11 @@ pytest.importorskip("triton.experimental.gluon")
 
 from benchmarks import tile_shapes
 from sigattn.ops.gradients import NeedsGrad
-from sigattn.ops.hopper import backward as hopper_backward
-from sigattn.ops.hopper import forward as hopper
+from sigattn.ops.hopper import kernels
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import kernel_args, launch, tuning
-from sigattn.ops.triton.tuning import HopperConfig
+from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
+from sigattn.ops.triton.tuning import Config, HopperConfig
 from tests.ops import gluon_simulator, truth
 from tests.ops.gluon_simulator import DeadlockError
 from tests.ops.truth import assert_as_good_as_formula
@@ -31,20 +30,23 @@ SIZES = [(130, 130), (200, 330), (64, 1), (1, 257), (300, 70)]
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Run with every order of events; yield the list of configurations to use."""
+    """Run the Gluon kernels of a module in simulation, in an order of events; ``started`` has their names."""
+    simulated = types.SimpleNamespace(order=(0, True), module=kernels, started=set())
+    launch_portable, empty_like = launch_cache.launch, torch.empty_like
 
-    def run(prepared, kernel, programs, **arguments):
-        module = next(m for m in simulated.modules if hasattr(m, kernel.fn.__name__))
+    def start(kernel, grid, device, options, arguments):
+        name = kernel.fn.__name__
+        if not name.startswith("hopper"):
+            launch_portable(kernel, grid, device, options, arguments)
+            return
         simulator = gluon_simulator.Simulator(simulated.order[0], lazy=simulated.order[1])
-        simulator.run(module, kernel.fn.__name__, programs, **arguments)
-        simulated.started.append(kernel.fn.__name__)
+        simulator.run(simulated.module, name, *grid, **arguments)
+        simulated.started.add(name)
 
-    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward], started=[])
-    empty_like = torch.empty_like
+    monkeypatch.setattr(launch_cache, "launch", start)
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
-    monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
         launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, launch_hopper.WIDTH])
@@ -90,47 +92,27 @@ def check_backward(p, grad, *result, needs=(True, True, True), what=""):
             assert mine.stride() == operand.stride()
 
 
-def calls(*configs):
-    """Return every size with the first configuration, and with the others a sample."""
-    every = [(*config, size, causal) for config in configs for size in SIZES for causal in (True, False)]
-    first = 2 * len(SIZES)
-    return every if "SIGATTN_FUZZ_EXAMPLES" in os.environ else every[:first] + every[first::3]
+BACKWARD = {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
+CONFIGS = [
+    (HopperConfig(64, 2), torch.bfloat16),
+    (HopperConfig(128, 3), torch.bfloat16),
+    (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
+    (HopperConfig(64, 3), torch.float16),
+    (HopperConfig(64, 3, sigmoid="paired-rcp"), torch.float16),
+]
+CALLS = [(*config, size, causal) for config in CONFIGS for size in SIZES for causal in (True, False)]
+if "SIGATTN_FUZZ_EXAMPLES" not in os.environ:  # every size with the first configuration, a sample with the others
+    CALLS = CALLS[: 2 * len(SIZES)] + CALLS[2 * len(SIZES) :: 3]
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype", "size", "causal"),
-    calls(
-        (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(128, 3), torch.bfloat16),
-        (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
-        (HopperConfig(64, 3), torch.float16),
-        (HopperConfig(64, 3, sigmoid="paired-rcp"), torch.float16),
-    ),
-)
-def test_forward(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, config)
-    p, _ = problem_of(*size, causal, dtype)
-    for simulated.order in ORDERS:
-        check_forward(p)
-    assert set(simulated.started) == {"hopper_fwd_kernel"}
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "size", "causal"),
-    calls(
-        (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(64, 2, sigmoid="paired-rcp"), torch.bfloat16),
-        (HopperConfig(128, 3), torch.float16),
-        (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
-    ),
-)
-def test_backward(simulated, monkeypatch, causal, size, config, dtype):
-    for kernel in (tuning.DKDV, tuning.DQ):
-        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
+@pytest.mark.parametrize(("config", "dtype", "size", "causal"), CALLS)
+def test_both_passes(simulated, monkeypatch, causal, size, config, dtype):
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(tuning.HOPPER_CONFIGS, config))
     p, grad = problem_of(*size, causal, dtype)
     for simulated.order in ORDERS:
+        check_forward(p)
         check_backward(p, grad)
-    assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
+    assert simulated.started == {"hopper_fwd_kernel", *BACKWARD}
 
 
 @pytest.mark.parametrize("sigmoid", ["paired-rcp", "paired"])
@@ -159,63 +141,47 @@ def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cach
     p = p._replace(bias=torch.linspace(-7, -3, 8).view(1, 8, 1, 1))
     check_forward(p)
     check_backward(p, grad)
-    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
+    assert simulated.started == {"hopper_fwd_kernel", *BACKWARD}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("size", "causal"), [((200, 330), True), ((200, 330), False), ((130, 130), True), ((70, 5), False)]
+    ("size", "causal", "dtype"),
+    [((200, 330), True, torch.bfloat16), ((130, 130), True, torch.float16), ((70, 5), False, torch.bfloat16)],
 )
-def test_normalize(simulated, dtype, size, causal):
+def test_normalize(simulated, monkeypatch, size, causal, dtype):
     """Also in rows whose sum underflows, in the head whose bias is -90 (or -90 in all of them, in float16)."""
+    monkeypatch.setattr(tuning, "kernel_config", lambda *_: Config(256, 512, 8, 1))  # few tiles are interpreted fast
     p, grad = problem_of(*size, causal, dtype)
     low = torch.tensor([-5.0, -90.0]).view(1, 2, 1, 1) if dtype is torch.bfloat16 else torch.tensor(-90.0)
-    for bias in (p.bias, low):
+    for bias, simulated.order in zip((p.bias, low), ORDERS, strict=False):
         p = p._replace(normalize=True, bias=bias)
-        for simulated.order in ORDERS:
-            check_backward(p, grad, *check_forward(p))
-    assert set(simulated.started) == {"hopper_fwd_kernel", "hopper_bwd_dq_kernel"}
+        check_backward(p, grad, *check_forward(p))
+    assert simulated.started == {"hopper_fwd_kernel", "hopper_bwd_dq_kernel"}
 
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_a_gpu = pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
-each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids=list(tuning.HOPPER_CONFIGS))
+CANDIDATES = [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_candidates(k)]
 
 
-@on_a_gpu
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("kernel", "config"), [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_candidates(k)]
-)
+@pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize(("kernel", "config"), [*CANDIDATES, *tuning.HOPPER_CONFIGS.items()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_candidates_on_a_gpu(monkeypatch, causal, kernel, config, dtype):
-    """Every candidate configuration, on the GPU instead of in simulation."""
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
-    for size in SIZES:
-        check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=128))
-
-
-@on_a_gpu
-@each_kernel
 @pytest.mark.parametrize("d", [72, 128])
-def test_tables_on_a_gpu(monkeypatch, kernel, d):
-    """The configurations in the tables, also at larger sizes."""
-    for size in [*SIZES, (1024, 1024), (4096, 5000)]:
-        for causal in (False, True):
-            check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, torch.bfloat16, d=d, heads=8, key_heads=4))
-
-
-def check_on_a_gpu(monkeypatch, kernel, p, grad):
-    """Compare a kernel's results with the formula in float64 and in the same dtype."""
-    p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
-    what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
-    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: tuning.HOPPER_CONFIGS[kernel]})
+def test_each_kernel_on_a_gpu(monkeypatch, kernel, config, dtype, d):
+    """Every candidate, and at larger sizes the configurations in the tables, compared with the formula."""
+    sizes = [*SIZES, (1024, 1024), (4096, 5000)] if config == tuning.HOPPER_CONFIGS[kernel] else SIZES
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: config})
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
-    assert launch_hopper.supports(kernel_args.prepare(p), grad)
-    if kernel == tuning.FWD:
-        check_forward(p, what)
-    else:
-        check_backward(p, grad, needs=[kernel == k for k in (tuning.DQ, tuning.DKDV, tuning.DKDV)], what=what)
+    for size in sizes:
+        for causal in (False, True):
+            p, grad = problem_of(*size, causal, dtype, d=d, heads=8, key_heads=4)
+            p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
+            what = f"{kernel} {config} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
+            assert launch_hopper.supports(kernel_args.prepare(p), grad)
+            if kernel == tuning.FWD:
+                check_forward(p, what)
+            else:
+                check_backward(p, grad, needs=[kernel == k for k in (tuning.DQ, tuning.DKDV, tuning.DKDV)], what=what)
 
 
 def test_unsupported_problems(simulated):
@@ -239,43 +205,40 @@ def test_unsupported_problems(simulated):
         assert not launch_hopper.supports(kernel_args.prepare(other))
 
 
-# lines without which a kernel is wrong, with their indent and the error, or None if a number is wrong in some order of
-# events
+# pass, a line without which it is wrong, with its indent, and the error; None if a number is wrong in some order
 MISTAKES = {
-    "unchanged": (hopper, 0, "", None),
-    "unchanged backward": (hopper_backward, 0, "", None),
-    "slot overwritten too early": (hopper, 12, "mbarrier.wait(memory.k_empty.index(slot), phase)", AssertionError),
-    "slot never released": (hopper, 12, "mbarrier.arrive(memory.v_empty.index(v_slot))", DeadlockError),
-    "baton not passed": (hopper, 12, "pass_baton(memory, WARP_GROUP, OPT)", DeadlockError),
-    "value used before its wait": (hopper, 12, "logits = warpgroup_mma_wait(1, deps=[logits])", TypeError),
-    "queries overwritten too early": (hopper, 12, "mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)", None),
+    "unchanged": ("forward", 0, "", None),
+    "unchanged backward": ("backward", 0, "", None),
+    "slot overwritten too early": ("forward", 12, "mbarrier.wait(memory.k_empty.index(slot), phase)", AssertionError),
+    "slot never released": ("forward", 12, "mbarrier.arrive(memory.v_empty.index(v_slot))", DeadlockError),
+    "baton not passed": ("forward", 12, "pass_baton(memory, WARP_GROUP, OPT)", DeadlockError),
+    "value used before its wait": ("forward", 12, "logits = warpgroup_mma_wait(1, deps=[logits])", TypeError),
+    "queries overwritten too early": ("forward", 12, "mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)", None),
     "output overwritten too early": (
-        hopper, 8, "tma.store_wait(0)  # the store of the last turn has read its slot", None,
+        "forward", 8, "tma.store_wait(0)  # the store of the last turn has read its slot", None,
     ),
-    "keys loaded too early": (hopper_backward, 8, "mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)", None),
+    "keys loaded too early": ("backward", 8, "mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
-    module, indent, line, error = MISTAKES[mistake]
-    source, line = inspect.getsource(module), f"{' ' * indent}{line}\n" if line else ""
+    direction, indent, line, error = MISTAKES[mistake]
+    source, line = inspect.getsource(kernels), f"{' ' * indent}{line}\n" if line else ""
     assert line in source
     source = source.replace(line, "").replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
-    changed = types.ModuleType("changed")
-    vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
-    exec(compile(source, "changed", "exec"), vars(changed))
-    simulated.modules = [changed]
-    kernels = [tuning.FWD] if module is hopper else [tuning.DKDV, tuning.DQ]
+    simulated.module = types.ModuleType("changed")
+    names = vars(simulated.module)
+    names["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else names["plain"]
+    exec(compile(source, "changed", "exec"), names)
     config = HopperConfig(64, 3 if "queries" in mistake else 2)
-    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(kernels, config))
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(tuning.HOPPER_CONFIGS, config))
     p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
-    exact = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
+    exact = [formula(p, torch.float64)] if direction == "forward" else gradients(p, grad, torch.float64)
 
     def is_wrong(order):
         simulated.order = order
-        needs = NeedsGrad(True, True, True)
-        found = [launch.forward(p).out] if module is hopper else launch.backward(p, grad, needs)[:3]
+        found = [launch.forward(p).out] if direction == "forward" else launch.backward(p, grad, NeedsGrad())[:3]
         return not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, exact, strict=True))
 
     if error is None:

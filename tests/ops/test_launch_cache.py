@@ -15,26 +15,28 @@ from torch.utils.flop_counter import FlopCounterMode
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import kernel_args, launch_cache, launch_decode, tuning
+from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
 
 
-class Everything(set):
-    def __contains__(self, x):
-        return True
+class CalledBefore(dict):
+    """A cache that takes every call for the second one."""
+
+    def get(self, key):
+        return super().get(key, False)
 
 
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
     """Count the problems that were prepared without the cache; on a GPU also with direct launches."""
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", request.param)
+    monkeypatch.setattr(launch_cache, "_cache", CalledBefore())
     count = []
-    prepare = kernel_args.prepare
-    monkeypatch.setattr(launch_cache, "_cache", {})
-    monkeypatch.setattr(launch_cache, "_seen", Everything())
-    monkeypatch.setattr(kernel_args, "prepare", lambda problem: count.append(1) or prepare(problem))
+    for module, name in ((kernel_args, "prepare"), (launch, "decode_arguments")):
+        prepare = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda problem, prepare=prepare: count.append(1) or prepare(problem))
     return count
 
 
@@ -44,64 +46,52 @@ def tensors(seed, shape=(1, 1, 20, 16), n=3):
 
 
 def both_passes(q, k, v, backend, **options):
+    torch.manual_seed(0)
     out = sigmoid_attention(q, k, v, backend=backend, **options)
-    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+    leaves = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return out, *torch.autograd.grad(out.float().square().sum(), leaves)
 
 
 def check(q, k, v, **options):
-    found = both_passes(q, k, v, "triton", **options)
-    for a, b in zip(found, both_passes(q, k, v, "reference", **options), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+    found, expected = (both_passes(q, k, v, backend, **options) for backend in ("triton", "reference"))
+    tolerance = 2e-4 if q.dtype is torch.float32 else 0.03
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_the_first_call_with_a_key_is_not_stored_and_the_cache_is_bounded(prepared, monkeypatch):
-    monkeypatch.setattr(launch_cache, "_seen", set())
+    monkeypatch.setattr(launch_cache, "_cache", {})
     for seed, count in enumerate([2, 4, 4]):
         check(*tensors(seed))
         assert len(prepared) == count
-    assert len(launch_cache._cache) == 2
-    monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 1)
-    for n in range(1, 7):
-        check(*tensors(n, (1, 1, n, 16)))
-    assert len(launch_cache._seen) <= 4
-    monkeypatch.setattr(launch_cache, "_seen", Everything())
-    for n in (1, 2):
-        check(*tensors(n, (1, 1, n, 16)))
-    assert len(launch_cache._cache) <= 1
+    monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 3)
+    check(*tensors(0, (1, 1, 1, 16)))
+    assert len(launch_cache._cache) <= 3
 
 
 def test_one_tensor_as_query_key_and_value(prepared):
     """A cached call with one tensor for all three does not imply that the next one has."""
     (x,) = tensors(0, n=1)
-    q, k, v = (x.view_as(x) for _ in range(3))
     with torch.no_grad():
-        same = sigmoid_attention(x, x, x, backend="triton")
-    torch.testing.assert_close(same, sigmoid_attention(q, k, v, backend="reference"), rtol=2e-4, atol=2e-4)
+        sigmoid_attention(x, x, x, backend="triton")
     check(*tensors(1))
-    check(q, k, v)
-
-
-KINDS = [{}, {"is_causal": True}, {"window": (3, 2)}, {"scale": 0.5}, {"softcap": 0.5}, {"softcap": 2.0}]
+    assert len(prepared) == 2
 
 
 def test_different_calls_have_different_keys(prepared):
-    shapes = [(1, 1, 20, 16), (1, 2, 21, 16), (2, 1, 20, 16)]
-    after = []
-    for _ in range(2):
-        for seed, options in enumerate([*KINDS, {"bias": -1.0}, {"bias": -2.0}]):
-            for shape in shapes if seed < 2 else shapes[:1]:
-                check(*tensors(seed, shape), **options)
-        q, k, v = tensors(9)
-        check(q, *tensors(8, (1, 1, 33, 16), 2), is_causal=True)  # more keys than queries
-        check(tensors(9, (1, 2, 20, 16))[0], k, v, enable_gqa=True)  # one key head
-        check(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
-        one_off = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)]  # another alignment
-        check(*one_off)
-        frozen = [sigmoid_attention(q, k.detach(), v, backend=b).sum() for b in ("triton", "reference")]
-        for a, b in zip(*(torch.autograd.grad(out, (q, v)) for out in frozen), strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
-        after.append(len(prepared))
-    assert after[1] == after[0]  # the second round repeats the first
+    """The numbers, shapes, layouts and alignments of a call, and which gradients it needs."""
+    q, k, v = tensors(9)
+    calls = [((q, k, v), options) for options in (
+        {}, {"is_causal": True}, {"window": (3, 2)}, {"scale": 0.5}, {"softcap": 0.5}, {"softcap": 2.0},
+        {"bias": -1.0}, {"bias": -2.0},
+    )]  # fmt: skip
+    calls += [(tensors(1, shape), {}) for shape in ((1, 2, 21, 16), (2, 1, 20, 16))]
+    calls += [((q, *tensors(8, (1, 1, 33, 16), 2)), {"is_causal": True})]  # more keys than queries
+    calls += [((tensors(9, (1, 2, 20, 16))[0], k, v), {"enable_gqa": True})]  # one key head
+    calls += [([t.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_() for t in (q, k, v)], {})]
+    calls += [((q, k.detach(), v), {})]
+    for operands, options in calls:  # the pass of an earlier call would return other numbers
+        check(*operands, **options)
 
 
 def test_alignment_and_dtype_are_part_of_the_key(prepared):
@@ -119,100 +109,83 @@ def test_alignment_and_dtype_are_part_of_the_key(prepared):
         call([*aligned[:i], moved[i], *aligned[i + 1 :]])
     call([*aligned[:3], aligned[3].bfloat16().float()])
     assert len(prepared) == 10
-    call([*aligned[:3], aligned[3].double()[..., :].to(torch.bfloat16).float()])
-    assert len(prepared) == 10
 
 
 OPTIONS = {
-    "causal": lambda g: {"is_causal": True},
-    "mask": lambda g: {"attn_mask": torch.rand(2, 1, 20, 20, generator=g) < 0.7},
-    "one mask for all": lambda g: {"attn_mask": torch.rand(20, 20, generator=g) < 0.7},
-    "added mask": lambda g: {"attn_mask": torch.randn(2, 3, 20, 20, generator=g).requires_grad_()},
-    "ALiBi": lambda g: {"alibi_slopes": torch.rand(3, generator=g).requires_grad_()},
+    "causal, added mask, ALiBi": lambda g: {
+        "is_causal": True,
+        "attn_mask": torch.randn(2, 3, 20, 20, generator=g).requires_grad_(),
+        "alibi_slopes": torch.rand(3, generator=g).requires_grad_(),
+    },
+    "one mask, bias of a tensor's entry": lambda g: {
+        "attn_mask": torch.rand(20, 20, generator=g) < 0.7,
+        "bias": torch.randn((), generator=g).requires_grad_(),
+    },
     "lengths": lambda g: {"key_lengths": torch.randint(21, (2,), generator=g)},
+    "mask of keys, dropout": lambda g: {
+        "attn_mask": torch.rand(2, 1, 1, 20, generator=g) < 0.7, "dropout_p": 0.5,
+    },
     "bias of heads": lambda g: {"bias": torch.randn(3, 1, 1, generator=g).requires_grad_()},
-    "scalar": lambda g: {"bias": torch.randn((), generator=g).requires_grad_()},
-    "normalize": lambda g: {"normalize": True, "is_causal": True},
-    "normalize, far below": lambda g: {"normalize": True, "bias": -300.0},
-}
+    "normalize, far below": lambda g: {"normalize": True, "is_causal": True, "bias": -300.0},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.float32) for name in OPTIONS), ("bias of heads", torch.float16)]
 )
 def test_every_kind_of_call_is_cached(prepared, name, dtype):
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        options = {
-            key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name](generator).items()
+    for seed in range(2):
+        options = OPTIONS[name](torch.Generator().manual_seed(seed))
+        on_device = {
+            key: x.detach().to(DEVICE).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for key, x in options.items()
         }
-        operands = [t.detach().to(dtype).requires_grad_() for t in tensors(seed, (2, 3, 20, 16))]
-        leaves = [*operands, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
-        results = []
-        for backend in ("triton", "reference"):
-            out = sigmoid_attention(*operands, backend=backend, **options)
-            results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
-        for a, b in zip(*results, strict=True):
-            error = (a - b).float().norm() / b.float().norm().clamp(min=1e-6)
-            assert error < (1e-4 if dtype is torch.float32 else 1e-2)
+        check(*(t.detach().to(dtype).requires_grad_() for t in tensors(seed, (2, 3, 20, 16))), **on_device)
     assert len(prepared) == 2
 
 
-def test_dropout_is_cached_with_a_new_seed_each_time(prepared):
-    q, k, v = tensors(0)
-    outs, expected = [], []
-    for seed in range(3):
-        for backend, results in (("triton", outs), ("reference", expected)):
-            torch.manual_seed(seed)
-            results.append(both_passes(q, k, v, backend, dropout_p=0.5))
-    assert len(prepared) == 2
-    assert not torch.equal(outs[1][0], outs[2][0])
-    for one, other in zip(outs, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+def test_dropout_draws_a_new_seed_in_each_cached_call(prepared):
+    q, k, v = (t.detach() for t in tensors(0))
+    first, second = (sigmoid_attention(q, k, v, dropout_p=0.5, backend="triton") for _ in range(2))
+    assert len(prepared) == 1
+    assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True, "is_causal": True}], ids=["plain", "normalize"])
-def test_packed_sequences_are_cached_whatever_their_lengths(prepared, options):
-    for seed, ends in enumerate([(3, 12, 20), (9, 9, 19), (0, 15, 16)]):
+def test_packed_sequences_are_cached_whatever_their_lengths(prepared):
+    for seed, ends in enumerate([(3, 12, 20), (0, 15, 16)]):
         cu = torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
         q, k, v = (t[0] for t in tensors(seed, (1, 20, 2, 16)))
         found, expected = [], []
         for backend, results in (("triton", found), ("reference", expected)):
-            out = sigmoid_varlen_attention(q, k, v, cu, cu, 16, 16, backend=backend, **options)
+            out = sigmoid_varlen_attention(q, k, v, cu, cu, 16, 16, backend=backend, normalize=True, is_causal=True)
             results.extend([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
     assert len(prepared) == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"normalize": True}, {"num_splits": 1}, {"normalize": True, "num_splits": 1}, {"table": True}],
-    ids=str,
-)
-def test_decoding_is_cached_whatever_the_lengths(prepared, monkeypatch, options):
+@pytest.mark.parametrize("options", [{"normalize": True}, {"num_splits": 1, "table": True}, {}], ids=str)
+def test_decoding_is_cached_whatever_the_lengths(prepared, options):
     """The sum over the parts of the keys is stored with the kernel."""
-    count, arguments = [], launch_decode.arguments
-    monkeypatch.setattr(launch_decode, "arguments", lambda p: count.append(1) or arguments(p))
-    has_table = options.get("table", False)
+    has_table = "table" in options
     options = {key: x for key, x in options.items() if key != "table"}
-    for seed, lengths in enumerate([(4, 100), (128, 7), (1, 64)]):
+    for seed, lengths in enumerate([(4, 100), (128, 7)]):
         generator = torch.Generator().manual_seed(seed)
         q, keys, values = (torch.randn(2, n, 2, 16, generator=generator).to(DEVICE) for n in (1, 128, 128))
         table = None
         if has_table:
             keys, values = (t.view(8, 32, 2, 16) for t in (keys, values))
             table = torch.randperm(8, generator=generator).view(2, 4).to(DEVICE)
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        options |= {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE), "block_table": table}
         found, expected = (
-            sigmoid_kvcache_attention(
-                q, keys, values, bias=-3.0, cache_seqlens=seqlens, block_table=table, backend=backend, **options
-            )
+            sigmoid_kvcache_attention(q, keys, values, bias=-3.0, backend=backend, **options)
             for backend in ("triton", "reference")
         )
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
-    assert len(count) == 1
+    assert len(prepared) == 1
+
+
+HIDDEN = torch.ones(1, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +201,10 @@ def test_a_pass_that_depends_on_other_things_is_not_stored(prepared, function):
     for seed in range(3):
         problem = Problem(*(t.detach() for t in tensors(seed)))
         assert torch.equal(launch_cache.run(function, problem), function(problem))
+    assert list(launch_cache._cache.values()) == [True]
 
 
-HIDDEN = torch.ones(1, device=DEVICE)
-
-
-def test_changes_in_place_are_steps(prepared):
+def test_changes_in_place_are_recorded(prepared):
     """Also those of a view, whose base is returned."""
 
     def function(p):
@@ -246,16 +217,16 @@ def test_changes_in_place_are_steps(prepared):
 
     for seed in range(3):
         problem = Problem(*(t.detach() for t in tensors(seed)))
-        found = launch_cache.run(function, problem)
-        for a, b in zip(found, function(problem), strict=True):
+        for a, b in zip(launch_cache.run(function, problem), function(problem), strict=True):
             assert torch.equal(a, b)
+    assert all(map(callable, launch_cache._cache.values()))
 
 
 class NoOpKernel:
     arg_names = ("query", "out")
 
     def __getitem__(self, grid):
-        return lambda **arguments: None
+        return lambda query, out, **_: out.copy_(query)
 
 
 def test_passes_of_threads_are_recorded_apart(prepared):
@@ -275,7 +246,8 @@ def test_passes_of_threads_are_recorded_apart(prepared):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(stored.steps) for stored in launch_cache._cache.values()] == [2, 2]
+    for problem in problems:
+        assert torch.equal(launch_cache.run(function, problem), problem.query)  # would wait for the other thread
 
 
 class DoesNothing(TorchFunctionMode):
@@ -286,27 +258,24 @@ class DoesNothing(TorchFunctionMode):
 @pytest.mark.parametrize("recorded_in", [DoesNothing, torch.inference_mode, FlopCounterMode, torch.func.grad])
 def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, recorded_in):
     q, k, v = tensors(0)
-    options = {"normalize": True, "is_causal": True, "backend": "triton"}
+    options = {"normalize": True, "is_causal": True}
     if recorded_in is torch.func.grad:
-        torch.func.grad(lambda q: sigmoid_attention(q, k, v, **options).sum())(q)
+        torch.func.grad(lambda q: sigmoid_attention(q, k, v, backend="triton", **options).sum())(q)
     else:
         with recorded_in(display=False) if recorded_in is FlopCounterMode else recorded_in():
-            sigmoid_attention(q, k, v, **options)
+            sigmoid_attention(q, k, v, backend="triton", **options)
     before = len(prepared)
-    check(*tensors(1), normalize=True, is_causal=True)
+    check(*tensors(1), **options)
     assert len(prepared) <= before + 1  # the backward pass
-    check(*tensors(2), normalize=True, is_causal=True)
-    assert len(prepared) <= before + 1
 
 
 def test_the_tables_are_part_of_the_key(prepared, monkeypatch):
     check(*tensors(0))
     in_force = tuning.kernel_config
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    check(*tensors(1))
-    assert len(prepared) == 4
-    check(*tensors(2))  # descriptors are made anew for other tensors
-    assert len(prepared) == 4
+    for seed in (1, 2):  # descriptors are made anew for other tensors
+        check(*tensors(seed))
+        assert len(prepared) == 4
 
 
 def test_entries_hold_no_tensors(prepared):
@@ -321,7 +290,7 @@ def test_entries_hold_no_tensors(prepared):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("calls", [1, 2])
 def test_cuda_graphs_of_cached_calls(prepared, calls):
-    """Captured is the launch that is compared with Triton's, or one after that; calls before ran on another stream."""
+    """Captured is the launch that is recorded, or one after that; calls before ran on another stream."""
     q, k, v = tensors(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -14,7 +14,7 @@ from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, bias_tensor
-from sigattn.ops.triton import activation, kernel_args, tma, tuning
+from sigattn.ops.triton import activation, kernel_args, launch_cache, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -81,7 +81,7 @@ def test_every_table_has_every_size():
                     assert all(triton._MAX_TILE % size == 0 for size in (config.block_m, config.block_n))
 
 
-@pytest.mark.parametrize("module", ["sigattn.ops.triton.args", "sigattn.ops.hopper.common"])
+@pytest.mark.parametrize("module", ["sigattn.ops.triton.args", "sigattn.ops.hopper.kernels"])
 def test_arguments_of_kernels_are_fields_only(module):
     """Triton 3.8 passes a named tuple as its fields: properties and methods raise when a kernel is compiled."""
     made = vars(importlib.import_module(module)).values()
@@ -93,10 +93,9 @@ def test_arguments_of_kernels_are_fields_only(module):
 
 def test_tma_is_used_where_it_can_be(monkeypatch):
     """Aligned tensors get TMA descriptors, others are read by address, with equal results."""
-    in_force, described = tuning.kernel_config, []
-    of_tiles = tma.describe
+    in_force, described, start = tuning.kernel_config, [], launch_cache.launch
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    monkeypatch.setattr(tma, "describe", lambda *a: described.append(of_tiles(*a)) or described[-1])
+    monkeypatch.setattr(launch_cache, "launch", lambda *given: described.append(given[-1]["OPT"].TMA) or start(*given))
     wide = torch.randn(3, 1, 2, 40, 48, device=DEVICE)
     one_off = torch.randn(3 * 2 * 40 * 40 + 1, device=DEVICE)[1:].view(3, 1, 2, 40, 40)
     cases = [
@@ -111,7 +110,7 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
         q, k, v = (t.detach().requires_grad_() for t in tensors)
         described.clear()
         found = torch.autograd.grad(sigmoid_attention(q, k, v, backend="triton", **options).square().sum(), (q, k, v))
-        assert [d is not None for d in described] == [served] * 3, options
+        assert described == [served] * 3, options
         truth = sigmoid_attention(q, k, v, backend="reference", **options).square().sum()
         torch.testing.assert_close(found, torch.autograd.grad(truth, (q, k, v)), rtol=1e-4, atol=1e-4)
 

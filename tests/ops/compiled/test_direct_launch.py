@@ -114,13 +114,6 @@ def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
             assert [described(x, tensors) for x in launched] == expected
 
 
-@pytest.mark.parametrize(
-    ("version", "is_direct"), [("3.5.1", False), ("3.6.0", True), ("3.8.0", True), ("3.10.0", False)]
-)
-def test_unknown_versions_of_triton_launch_by_themselves(version, is_direct):
-    assert tuning.supports_direct_launch(version) is is_direct
-
-
 def test_short_calls_have_no_descriptors(monkeypatch):
     """They would take more of the host's time than they gain on the GPU."""
     with standin_driver.gpu(90, compiles=False) as launched:

@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 import torch
-from triton.runtime.errors import OutOfResources
 
+from benchmarks import tune
+from benchmarks.inputs import random_inputs
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import fitting, launch, launch_cache, tuning
+from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.triton.args import Options, padded_head_dim
 from tests.ops import standin_driver
 from tests.ops.calls import Call
@@ -41,23 +42,22 @@ def test_estimates_of_what_is_taken_fit():
     for architecture, width, itemsize, mask in itertools.product(
         (80, 86, 90, 100, 120), (16, 64, 128, 256), (2, 4), (1, 4)
     ):
-        limit = fitting.shared_memory_limit(architecture)
-        for kernel, gradient in itertools.product(KERNELS, (False, True)):
+        limit = tuning.shared_memory_limit(architecture)
+        for kernel, gradient in itertools.product(KERNELS, ("none", "added")):
             config = tuning.kernel_config(kernel, architecture, width, itemsize)
-            operands = fitting.Operands(width, width, itemsize, mask, gradient)
-            taken = fitting.fit(kernel, config, operands, architecture)
-            assert taken.stages == 1 or fitting.shared_memory(kernel, taken, operands, architecture) <= limit
+            case = Options(width, width, NEED_MASK=gradient), itemsize, mask, architecture
+            taken = tuning.fit(kernel, config, *case)
+            assert taken.stages == 1 or tuning.shared_memory(kernel, taken, *case) <= limit
             assert all(a <= b for a, b in zip(taken[:4], config[:4], strict=True))
             assert taken[4:] == config[4:]
         for rows in (1, 64):
-            config = tuning.decode_config(width, itemsize, rows)
-            operands = fitting.Operands(width, width, itemsize, mask, False)
-            taken = fitting.fit(tuning.DECODE, config, operands, architecture)
-            assert fitting.shared_memory(tuning.DECODE, taken, operands, architecture) <= limit
+            case = Options(width, width), itemsize, mask, architecture
+            taken = tuning.fit(tuning.DECODE, tuning.decode_config(width, itemsize, rows), *case)
+            assert tuning.shared_memory(tuning.DECODE, taken, *case) <= limit
 
 
 def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
-    """The warning names the kernel, its requirement and the new tiles; later calls use these at once."""
+    """The warning names the kernel and its requirement; later calls use these tiles at once."""
     limit = 30_000
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=limit) as launched:
         with pytest.warns(RuntimeWarning) as said:
@@ -68,8 +68,7 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
         (message,) = (str(w.message) for w in said)
         wanted = needed("", Options(64, 64, first.block_m, first.block_n), {"num_stages": first.stages})
         tiles = f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages"
-        smaller = f"use tiles of {one.options.BLOCK_M} × {one.options.BLOCK_N}"
-        for part in ("fwd_kernel", tiles, f"needs {wanted} of shared memory", f"has {limit}", smaller):
+        for part in ("fwd_kernel", tiles, f"needs {wanted} of shared memory", f"has {limit}", "use smaller tiles"):
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
         assert tried > 1
@@ -90,8 +89,7 @@ def test_other_kinds_of_calls_keep_their_tiles():
             launch.forward(problem(attn_mask=mask))
         launch.forward(problem())
         masked, plain = map(shape, launched)
-        config = tuning.kernel_config(tuning.FWD, 90, 64, 2, True)
-        assert plain == config[:3]
+        assert plain == tuning.kernel_config(tuning.FWD, 90, 64, 2, True)[:3]
         assert masked < plain
 
 
@@ -121,15 +119,23 @@ def test_decoding_steps_down_too():
 
 
 def test_a_device_that_no_tile_fits_is_named():
+    message = r"fwd_kernel with tiles of 16 × 16, 4 warps and 1 stages needs .* backend='blocked'"
     with (
         standin_driver.gpu(90, compiles=False, needed=needed, shared=1000),
-        pytest.raises(RuntimeError, match=r"fwd_kernel does not fit .* tiles of 16 × 16, 4 warps and 1 stages"),
+        pytest.warns(RuntimeWarning),
+        pytest.raises(RuntimeError, match=message),
     ):
         launch.forward(problem())
 
 
-def test_a_candidate_that_is_measured_is_not_replaced(monkeypatch):
-    """``python -m benchmarks tune`` disables smaller tiles: a candidate that does not fit must not be measured."""
-    monkeypatch.setattr(tuning, "SHRINK_TILES", False)
-    with standin_driver.gpu(90, compiles=False, needed=needed, shared=1000), pytest.raises(OutOfResources):
-        launch.forward(problem())
+def test_a_candidate_that_is_measured_is_not_replaced():
+    """``python -m benchmarks tune`` must not measure another tile shape than the candidate."""
+    inputs = random_inputs(1, 1, 200, 64, torch.bfloat16, torch.device("cpu"))
+    candidate = tuning.parse("64x64/4/2", "paired")
+    call = tune._call(Problem(inputs.query, inputs.key, inputs.value), inputs, tuning.FWD, candidate)
+    for _ in range(2):
+        with (
+            standin_driver.gpu(90, compiles=False, needed=needed, shared=1000),
+            pytest.raises(RuntimeWarning, match="smaller tiles"),
+        ):
+            call()

@@ -59,9 +59,9 @@ def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
 
 def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> Result:
     """Return the output of queries against a cache, (B, N, Hq, Dv)."""
-    from sigattn.ops.triton import launch_cache, launch_decode
+    from sigattn.ops.triton import launch, launch_cache
 
-    return launch_cache.run(launch_decode.forward, problem)
+    return launch_cache.run(launch.kvcache_forward, problem)
 
 
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:

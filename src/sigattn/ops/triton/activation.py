@@ -38,11 +38,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def reciprocal(d):
-    """Return 1/d for normal positive d, without the special-function unit; NaN stays NaN.
-
-    A guess from the bits of d is within 5 % (t = d · guess lies in [0.9494, 1.0506] for every normal d). The polynomial
-    p of degree 2 for which |t · p(t) - 1| is least there, 3.3e-5 at most, corrects it.
-    """
+    """Return 1/d for normal positive d, without the special-function unit; NaN stays NaN."""
+    # A guess from the bits of d: t = d · guess lies in [0.9494, 1.0506] for every normal d. The polynomial p of degree
+    # 2 for which |t · p(t) - 1| is least there, 3.3e-5 at most, corrects it.
     guess = (0x7EF311C7 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     t = d * guess
     return guess * (3.003833286708749 + t * (-3.005749435911007 + t * 1.001916149831417))
@@ -60,13 +58,11 @@ def special_reciprocal(d):
 
 @triton.jit
 def reciprocal_of_some(d):
-    """Return 1/d, computed for a quarter of the entries by the special-function unit, which is not the bottleneck.
-
-    In the layout of a product's result each four columns are in four threads; the quarter consists of such fours, so
-    that no number changes its thread.
-    """
+    """Return 1/d, computed for a quarter of the entries by the special-function unit, which is not the bottleneck."""
     ROWS: tl.constexpr = d.shape[0]
     COLUMNS: tl.constexpr = d.shape[1]
+    # In the layout of a product's result each four columns are in four threads; the quarter consists of such fours, so
+    # that no number changes its thread.
     if COLUMNS % 16 != 0:
         r = reciprocal(d)
     else:
@@ -120,10 +116,7 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent, float32, with a relative error of 2e-7 also where x is small.
-
-    Below 0.625 it is x times a polynomial in x², fitted to the relative error; above, 1 - 2 / (1 + e^(2|x|)).
-    """
+    """Return the hyperbolic tangent, float32, with a relative error of 2e-7 also where x is small."""
     square = x * x
     p = 0.020403679591350515 - 0.005444794718221899 * square
     p = p * square - 0.05366715532981363

@@ -1,7 +1,7 @@
 """Arguments of the portable kernels, in groups. A group or a pointer that a problem does not need is None.
 
-Integers that vary from call to call (lengths, window, offsets) are arguments of their own, because Triton compiles for
-each kind of integer in a tuple (1, a multiple of 16, another): ``do_not_specialize`` takes arguments only.
+Integers that vary from call to call (lengths, window, offsets) are arguments of their own: ``do_not_specialize``, which
+keeps Triton from compiling for each kind of integer (1, a multiple of 16, another), takes no part of a tuple.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Strides(NamedTuple):
-    """Distances in entries along the axes of a tensor (B, H, N, D); b = 0 for a packed tensor (T, H, D)."""
+    """Strides of a tensor (B, H, N, D); b = 0 for a packed tensor (T, H, D)."""
 
     b: int
     h: int
@@ -97,8 +97,7 @@ class Options(NamedTuple):
     # "bool", "added", or "keys": a bool mask that is the same for all queries and heads. Without TMA, keys and values
     # that it hides are loaded as zeros; key lengths are those up to the last that it does not.
     MASK: str = "none"
-    # axes in the order of memory: also "keys, queries", or "keys" if all queries have the same entries
-    MASK_ORDER: str = "queries, keys"
+    MASK_ORDER: str = "queries, keys"  # of memory: also "keys, queries", or "keys" if all queries have the same entries
     SHIFT: str = "none"  # origin of the exponent of float16 weights, or as BIAS
     SIGMOID: str = "accurate"  # form of σ (activation.py)
     PRECISION: str = "ieee"  # of float32 products: also "tf32", "tf32x3"
@@ -116,10 +115,8 @@ class Options(NamedTuple):
     TMA: bool = False  # query, key, value and grad_out are TMA descriptors
     WGMMA: bool = False  # on Hopper
     UNIT: int = 1  # divisor of all strides of rows that the compiler cannot find out
-    # gradient of the mask: "stored" (each entry has one writer) or "added" (atomically, because the mask is broadcast;
-    # along queries with SUM_ROWS, along keys with SUM_COLUMNS)
-    NEED_MASK: str = "none"
-    SUM_ROWS: bool = False
+    NEED_MASK: str = "none"  # gradient of the mask: "stored" (each entry has one writer) or "added" atomically
+    SUM_ROWS: bool = False  # the mask is broadcast along queries, along keys
     SUM_COLUMNS: bool = False
 
 

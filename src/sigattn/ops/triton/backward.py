@@ -4,13 +4,13 @@
 
 With a soft cap, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and dK is multiplied by 1 − tanh²(s / c).
 
-``bwd_dkdv_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles are
-(keys, queries), so that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of queries
-and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, so results repeat
-bitwise. That is seven products; five, with dQ added atomically by the first kernel, took longer on an H100.
+``bwd_dkdv_kernel``: a program holds a tile of keys and walks the queries that see them; tiles are (keys, queries), so
+that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of queries and walks the keys.
+Both add in a fixed order, so results repeat bitwise. That is seven products; five, with dQ added atomically by the
+first kernel, took longer on an H100.
 
 With NORMALIZE, W = P / t is in dV and dS instead of P, where t is the sum of the row, and dO · O is subtracted from dP.
-What both kernels need of a row, ``bwd_dq_kernel`` computes first; it is launched before the other.
+``bwd_dq_kernel`` runs first and computes what both need of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton import dropout, rows, scores, tile
+from sigattn.ops.triton import rows, scores, tile
 from sigattn.ops.triton.activation import logit_gradient, tanh_slope
 from sigattn.ops.triton.args import Sizes
 
@@ -28,20 +28,17 @@ _UNSPECIALIZED = ["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "q
 @triton.jit(do_not_specialize=[*_UNSPECIALIZED, "pitch"])
 def bwd_dkdv_kernel(
     query, key, value, grad_out, row_terms, grad_key, grad_value,
-    q_strides, k_strides, v_strides, o_strides, gk_strides, gv_strides,
+    query_strides, key_strides, value_strides, grad_out_strides, grad_key_strides, grad_value_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, pitch, scales, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of BLOCK_N keys of one key head; args.py describes the arguments.
-
-    grad_key, grad_value: None if not needed. row_terms: as ``bwd_dq_kernel`` writes them, with NORMALIZE; else None.
-    """
+    """Compute dK and dV, if not None, of BLOCK_N keys of one key head; args.py describes the arguments."""
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
-    q_strides = tile.aligned(q_strides, OPT)
-    k_strides = tile.aligned(k_strides, OPT)
-    v_strides = tile.aligned(v_strides, OPT)
-    o_strides = tile.aligned(o_strides, OPT)
+    q_strides = tile.aligned(query_strides, OPT)
+    k_strides = tile.aligned(key_strides, OPT)
+    v_strides = tile.aligned(value_strides, OPT)
+    o_strides = tile.aligned(grad_out_strides, OPT)
     tiles = tl.cdiv(len_k, BLOCK_N)
     program = tl.program_id(0)
     start_n = program % tiles * BLOCK_N  # under a causal mask the first keys have the most queries: they go first
@@ -65,7 +62,7 @@ def bwd_dkdv_kernel(
     lower, grad_unit = scores.gradient_shift(shift, OPT)
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_column = dropout.column_hash(seed, offs_n)[:, None]
+        by_column = scores.column_hash(seed, offs_n)[:, None]
     # key j is seen by positions j - right … j + left
     first = start_n - sizes.query_offset
     last = tl.minimum(start_n + BLOCK_N, sizes.len_k) - sizes.query_offset
@@ -104,8 +101,8 @@ def bwd_dkdv_kernel(
                 w = p * gain if OPT.NORMALIZE else p
                 dropped = w
                 if OPT.DROPOUT:
-                    by_row = dropout.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
-                    keep = dropout.dropout_keep(by_row, by_column, threshold)
+                    by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
+                    keep = scores.dropout_keep(by_row, by_column, threshold)
                     dropped = tl.where(keep, w, 0.0)
                 if grad_value is not None:
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, DV] -> [BLOCK_N, DV]; rows beyond the last have dO = 0
@@ -125,11 +122,11 @@ def bwd_dkdv_kernel(
         visible = tile.visible_keys(scores.mask_of_head(mask, b, 0), offs_n, sizes.len_k)[:, None]
         acc_k, acc_v = tl.where(visible, acc_k, 0.0), tl.where(visible, acc_v, 0.0)
     if grad_key is not None:
-        gk_strides = tile.aligned(gk_strides, OPT)
+        gk_strides = tile.aligned(grad_key_strides, OPT)
         grad_key = tile.of_head(grad_key, gk_strides, b, h_kv, k_start)
         tile.store(grad_key, gk_strides, acc_k * (scales.logit * grad_unit), start_n, sizes.len_k, OPT.D)
     if grad_value is not None:
-        gv_strides = tile.aligned(gv_strides, OPT)
+        gv_strides = tile.aligned(grad_value_strides, OPT)
         grad_value = tile.of_head(grad_value, gv_strides, b, h_kv, k_start)
         tile.store(grad_value, gv_strides, acc_v * (scales.out * unit), start_n, sizes.len_k, OPT.DV)
 
@@ -137,22 +134,21 @@ def bwd_dkdv_kernel(
 @triton.jit(do_not_specialize=[*_UNSPECIALIZED, "pitch"])
 def bwd_dq_kernel(
     query, key, value, grad_out, out, row_sums, row_terms, grad_query, grad_bias, grad_slopes, grad_mask,
-    q_strides, k_strides, v_strides, o_strides, out_strides, gq_strides,
+    query_strides, key_strides, value_strides, grad_out_strides, out_strides, grad_query_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, pitch, scales, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ and the sums of dS for BLOCK_M queries of one head; args.py describes the arguments.
+    """Compute dQ, grad_bias (rows, Hq), grad_slopes (rows, Hq, 2) and grad_mask, if not None, of BLOCK_M queries.
 
-    grad_query, grad_bias (rows, Hq), grad_slopes (rows, Hq, 2), grad_mask: None if not needed. The rows are those of
-    packed queries, or the queries of all samples. out, row_sums: results of the forward pass, with NORMALIZE.
-    row_terms: where to write bias, factor of the weights and dO · O of each row for the other kernel, or None.
+    With NORMALIZE, out and row_sums are results of the forward pass, and row_terms receives bias, factor of the weights
+    and dO · O of each row, for the other kernel.
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
-    q_strides = tile.aligned(q_strides, OPT)
-    k_strides = tile.aligned(k_strides, OPT)
-    v_strides = tile.aligned(v_strides, OPT)
-    o_strides = tile.aligned(o_strides, OPT)
+    q_strides = tile.aligned(query_strides, OPT)
+    k_strides = tile.aligned(key_strides, OPT)
+    v_strides = tile.aligned(value_strides, OPT)
+    o_strides = tile.aligned(grad_out_strides, OPT)
     sizes = Sizes(len_q, len_k, heads, query_offset, left, right)
     b, h, h_kv, start_m, q_start, k_start, sizes = tile.query_tile(sequences, sizes, OPT)
     if OPT.VARLEN:
@@ -190,7 +186,7 @@ def bwd_dq_kernel(
         z_bias = z_bias[:, None]
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_row = dropout.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
     first = sizes.query_offset + start_m
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile.tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
@@ -216,7 +212,7 @@ def bwd_dq_kernel(
                 # [BLOCK_M, DV] @ [DV, BLOCK_N] -> [BLOCK_M, BLOCK_N]; keys beyond the last have v = 0: no gradient
                 dp = tile.dot(do, tl.trans(v), None, OPT)
                 if OPT.DROPOUT:
-                    keep = dropout.dropout_keep(by_row, dropout.column_hash(seed, offs_n)[None, :], threshold)
+                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n)[None, :], threshold)
                     dp = tl.where(keep, dp, 0.0)
                 if OPT.NORMALIZE:
                     dp = dp * gain - delta
@@ -235,7 +231,7 @@ def bwd_dq_kernel(
                     own_mask = scores.mask_of_head(grad_mask, b, h)
                     add_to_mask(own_mask, ds * (scales.out * grad_unit), offs_m, offs_n, sizes, OPT)
     if grad_query is not None:
-        gq_strides = tile.aligned(gq_strides, OPT)
+        gq_strides = tile.aligned(grad_query_strides, OPT)
         grad_query = tile.of_head(grad_query, gq_strides, b, h, q_start)
         tile.store(grad_query, gq_strides, acc * (scales.logit * grad_unit), start_m, sizes.len_q, OPT.D)
     row_heads = ((q_start if OPT.VARLEN else b * len_q) + offs_m) * heads + h  # [BLOCK_M]
@@ -249,7 +245,7 @@ def bwd_dq_kernel(
 @triton.jit
 def add_to_mask(grad_mask, ds, offs_m, offs_n, sizes, OPT: tl.constexpr):
     """Add a tile of dS, [BLOCK_M, BLOCK_N], to the gradient of the mask, summed along its broadcast axes."""
-    inside = tile.in_bounds(offs_m[:, None], offs_n[None, :], sizes.len_q, sizes.len_k)
+    inside = (offs_m[:, None] < sizes.len_q) & (offs_n[None, :] < sizes.len_k)
     ds = tl.where(inside, ds, 0.0)
     row_pointers = grad_mask.pointer + offs_m.to(tl.int64) * grad_mask.q
     columns = offs_n.to(tl.int64) * grad_mask.k

@@ -1,8 +1,7 @@
 """Decoding kernel: few queries against a long cache of keys and values, contiguous or in pages.
 
-The queries of all heads that share a key head are packed into the rows of one tile, so that a key is read once for all
-of them. The keys of a sample are split over programs, each of which writes a partial output; the sum of these is the
-output (Sect. 4 of the paper: nothing is normalised). It is taken in a fixed order, so results repeat bitwise.
+The queries of all heads that share a key head are the rows of one tile, so that a key is read once for all of them. The
+keys of a sample are split over programs, whose partial outputs are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ _UNSPECIALIZED = ["bias_b", "bias_h", "bias_n", "table_b", "n", "pages", "page_s
 
 @triton.jit(do_not_specialize=[*_UNSPECIALIZED, "splits"])
 def decode_kernel(
-    query, key, value, out, row_sums, q_strides, k_strides, v_strides, o_strides, o_split,
+    query, key, value, out, row_sums, query_strides, key_strides, value_strides, out_strides, out_split,
     seqlens, query_ends, left_padding, block_table, table_b,
     bias, bias_b, bias_h, bias_n, mask, mask_keys, alibi,
     n, kv_heads, pages, page_size, table_width, left, right, splits, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows, (query, head of the group), against one part of the keys; args.py describes the arguments.
 
-    Strides of key and value are those of (page or sample, head, slot, feature); o_split is that of the parts of the
-    keys. query_ends: position after the last query, if that is not the last key's. mask: of the last mask_keys keys.
-    row_sums: float32, (parts, B, N, Hq, 2), as in the forward kernel, with NORMALIZE; else None.
+    Strides of key and value are those of (page or sample, head, slot, feature). query_ends: position after the last
+    query, if that is not the last key's. mask: of the last mask_keys keys. row_sums: (parts, B, N, Hq, 2).
     """
     BLOCK_M: tl.constexpr = OPT.BLOCK_M
     BLOCK_N: tl.constexpr = OPT.BLOCK_N
-    q_strides = tile.aligned(q_strides, OPT)
-    k_strides = tile.aligned(k_strides, OPT)
-    v_strides = tile.aligned(v_strides, OPT)
+    q_strides = tile.aligned(query_strides, OPT)
+    k_strides = tile.aligned(key_strides, OPT)
+    v_strides = tile.aligned(value_strides, OPT)
     row_tiles = tl.cdiv(n * OPT.GROUP, BLOCK_M)
     program, split = tl.program_id(0), tl.program_id(1)
     start_m = program % row_tiles * BLOCK_M
@@ -131,6 +129,6 @@ def decode_kernel(
         row = ((split.to(tl.int64) * batch + b) * n + i) * kv_heads * OPT.GROUP + h
         tl.store(row_sums + 2 * row, total, mask=row_exists)
         tl.store(row_sums + 2 * row + 1, tl.where(total == 0.0, 0.0, row_shift * LN2), mask=row_exists)
-    pointers = out + split.to(tl.int64) * o_split + b * o_strides.b
-    pointers = pointers + i64[:, None] * o_strides.n + h64[:, None] * o_strides.h + offs_dv * o_strides.d
+    pointers = out + split.to(tl.int64) * out_split + b * out_strides.b
+    pointers = pointers + i64[:, None] * out_strides.n + h64[:, None] * out_strides.h + offs_dv * out_strides.d
     tl.store(pointers, tile.cast(acc * unit, out.dtype.element_ty), mask=row_exists[:, None] & (offs_dv < OPT.DV))

@@ -1,7 +1,7 @@
 """Forward kernel: a program holds a tile of queries, walks the keys that they see, and adds P V.
 
-Only the sum is carried from tile to tile: no running maximum, no rescaling, no division at the end (Sect. 4 and App. F
-of the paper). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
+Only the sum is carried from tile to tile: no running maximum, no rescaling (Sect. 4 and App. F of the paper). Tiles
+outside the window are not visited, and tiles entirely inside it have no mask.
 
 With NORMALIZE the sum of the weights is carried too, and divides at the end. In the rare tiles where it underflows in a
 row, the keys are walked again, with an exponent for each row that follows its least z.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton import dropout, rows, scores, tile
+from sigattn.ops.triton import rows, scores, tile
 from sigattn.ops.triton.activation import LN2
 from sigattn.ops.triton.args import Sizes
 
@@ -22,14 +22,10 @@ def walk_keys(
     q, key, value, k_strides, v_strides, mask, blocks, b, h, h_kv, start_m, offs_m, bounds, z_bias, slopes, shift, unit,
     by_row, seed, threshold, sizes, scales, LIFTED: tl.constexpr, OPT: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of P V over the keys, [BLOCK_M, DV], with NORMALIZE that of P, and the logarithm of P's factor.
-
-    The latter are [BLOCK_M]. The factor is 2^shift, but with LIFTED that of ``lifted_weights``.
-    """
-    BLOCK_M: tl.constexpr = OPT.BLOCK_M
-    acc = tile.zero_accumulator(BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)
-    sums = tl.zeros((BLOCK_M, 4), tl.float32)
-    row_shift = tl.zeros((BLOCK_M,), tl.float32) + (1e30 if LIFTED else shift)
+    """Return the sum of P V over the keys, with NORMALIZE that of P, and the logarithm of P's factor."""
+    acc = tile.zero_accumulator(OPT.BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)
+    sums = tl.zeros((OPT.BLOCK_M, 4), tl.float32)
+    row_shift = tl.zeros((OPT.BLOCK_M,), tl.float32) + (1e30 if LIFTED else shift)
     # At an edge of the window, inside, at the other edge; the rare lifted walk is one loop
     for phase in tl.static_range(2 if LIFTED else 0 if OPT.HAS_LEFT else 1, 3):
         for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], OPT.BLOCK_N):
@@ -52,7 +48,7 @@ def walk_keys(
                 if OPT.NORMALIZE:
                     sums = rows.add_to_sums(sums, p)
                 if OPT.DROPOUT:
-                    keep = dropout.dropout_keep(by_row, dropout.column_hash(seed, offs_n)[None, :], threshold)
+                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n)[None, :], threshold)
                     p = tl.where(keep, p, 0.0)
                 # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
                 acc = tile.dot(tile.cast(p, v.dtype), v, acc, OPT)
@@ -77,19 +73,18 @@ def any_underflows(total, offs_m, bounds, sizes, OPT: tl.constexpr):
     do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
 )
 def fwd_kernel(
-    query, key, value, out, row_sums, q_strides, k_strides, v_strides, o_strides,
+    query, key, value, out, row_sums, query_strides, key_strides, value_strides, out_strides,
     bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
     len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head of the output; args.py describes the arguments.
 
-    row_sums: with NORMALIZE float32, the sum of each row's weights times a factor, and the factor's logarithm. With
-    REPAIR another kernel has written both results, and only tiles in which a sum underflows are computed again.
+    row_sums: with NORMALIZE the sum of each row's weights times a factor, and the factor's logarithm.
     """
-    q_strides = tile.aligned(q_strides, OPT)
-    k_strides = tile.aligned(k_strides, OPT)
-    v_strides = tile.aligned(v_strides, OPT)
-    o_strides = tile.aligned(o_strides, OPT)
+    q_strides = tile.aligned(query_strides, OPT)
+    k_strides = tile.aligned(key_strides, OPT)
+    v_strides = tile.aligned(value_strides, OPT)
+    o_strides = tile.aligned(out_strides, OPT)
     sizes = Sizes(len_q, len_k, heads, query_offset, left, right)
     b, h, h_kv, start_m, q_start, k_start, sizes = tile.query_tile(sequences, sizes, OPT)
     if OPT.VARLEN:
@@ -113,7 +108,7 @@ def fwd_kernel(
     by_row = 0
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_row = dropout.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
     first = sizes.query_offset + start_m
     last = sizes.query_offset + tl.minimum(start_m + OPT.BLOCK_M, sizes.len_q)
     bounds = tile.tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)

@@ -1,15 +1,10 @@
-"""Arguments of the portable kernels, from a problem.
-
-A packed problem differs from a dense one in two respects: its tensors have no batch axis (that stride is 0), and
-``cu_seqlens`` say where each sequence begins.
-"""
+"""Arguments of the portable kernels, from a problem. Packed tensors have no batch axis: its stride is 0."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +13,15 @@ from torch import Tensor
 
 from sigattn.ops import dropout
 from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem
-from sigattn.ops.triton import activation, fitting, tuning
+from sigattn.ops.triton import activation, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
 
 LOG2E: float = activation.LOG2E.value
 INTERPRETED: bool = activation.INTERPRETED.value
 _MAX_TILE_ROWS = 256
 _MAX_SIDE = (1 << 30) - 1  # of a window, so that positions and sides add up to less than 2^31
+# Tensors whose rows the kernels read or write tile by tile.
+IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 BiasArguments = tuple[Bias, tuple[int, ...], str]  # with the strides along (B, H, N) and ``Options.BIAS``
 
 
@@ -46,24 +43,25 @@ class Launch:
         """True if the call is long enough for TMA descriptors to be worth the host's time."""
         return self.batch * self.heads * self.n * self.m >= tuning.TMA_MIN_WEIGHTS
 
-    def config(self, kernel: str, *, mask_gradient: bool = False, tma: bool = False) -> tuning.Config:
+    def config(self, kernel: str, o: Options, tma: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options. tma: whether TMA can load the operands."""
-        o, itemsize = self.options, self.problem.query.element_size()
-        current, mask = architecture(self.problem.query.device), self.problem.attn_mask
-        has_options = _fills_registers(o)
+        itemsize, mask = self.problem.query.element_size(), self.problem.attn_mask
+        current = architecture(self.problem.query.device)
+        has_gradient = o.NEED_MASK != "none"
         has_only_mask = not (_fills_registers(o._replace(MASK="none")) or o.NORMALIZE or o.HAS_LEFT or o.HAS_RIGHT)
-        if (current, itemsize) == (90, 2) and has_only_mask and not mask_gradient:
+        if (current, itemsize) == (90, 2) and has_only_mask and not has_gradient:
             masked = tuning.HOPPER_MASKED.get((o.MASK, kernel, padded_head_dim(max(o.D, o.DV))))
             if masked is not None and (tma or not masked.tma):
                 return masked
+        has_options = _fills_registers(o)
         is_plain = tma and not has_options
         config = tuning.kernel_config(kernel, current, max(o.D, o.DV), itemsize, is_plain, o.PRECISION)
         if has_options:
-            for _ in range(1 + mask_gradient):
+            for _ in range(1 + has_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
         if mask is None or o.MASK == "keys" or not current:
             return config
-        return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), current)
+        return tuning.fit(kernel, config, o, itemsize, mask.element_size(), current)
 
 
 def _fills_registers(o: Options) -> bool:
@@ -72,23 +70,15 @@ def _fills_registers(o: Options) -> bool:
     return o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP or o.DROPOUT or (o.NORMALIZE and are_split)
 
 
-def compiler_settings(kernel: str, config: tuning.Config, options: Options) -> dict[str, int]:
-    """Return the settings of Triton's compiler for a portable kernel.
-
-    On Hopper the compiler would give the forward kernel with NORMALIZE so many registers that only one program of 8
-    warps fits a multiprocessor, where two of a plain call fit. The limit is met without spills in the loops.
-    """
+def compiler_settings(kernel: str, config: tuning.Config, o: Options) -> dict[str, int]:
+    """Return the settings of Triton's compiler for a portable kernel."""
+    # On Hopper the compiler would give the forward kernel with NORMALIZE so many registers that only one program of 8
+    # warps fits a multiprocessor, where two of a plain call fit. The limit is met without spills in the loops.
     settings = {"num_warps": config.warps, "num_stages": config.stages}
-    o = options
     fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128 and o.PRECISION == "ieee"
-    is_limited = fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD
-    return settings | ({"maxnreg": 128} if is_limited else {})
-
-
-def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
-    """Return the sizes that decide how much shared memory a kernel takes."""
-    widths, mask_size = (padded_head_dim(o.D), padded_head_dim(o.DV)), 0 if mask is None else mask.element_size()
-    return fitting.Operands(*widths, itemsize, mask_size, mask_gradient, o.PRECISION == "tf32x3")
+    if fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD:
+        settings["maxnreg"] = 128
+    return settings
 
 
 @functools.cache
@@ -105,25 +95,22 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     query, key, value = (limit_strides(t) for t in (problem.query, problem.key, problem.value))
     p = problem._replace(query=query, key=key, value=value)
     heads, kv_heads = query.shape[1], value.shape[1]
+    is_packed, mask_blocks = isinstance(p, VarlenProblem), None
     if isinstance(p, VarlenProblem):
         batch, n, m, query_offset = p.sequences, p.max_seqlen_q, p.max_seqlen_k, 0
         sequences = Sequences(None, p.cu_seqlens_q.contiguous(), p.cu_seqlens_k.contiguous())
-        mask_blocks = None
     else:
         batch, n, m, query_offset = query.shape[0], query.shape[2], key.shape[2], p.query_offset
         lengths = None if p.key_lengths is None else p.key_lengths.to(query.device).contiguous()
-        sequences = Sequences(lengths, None, None)
-        mask_blocks = p.blocks
-    bias, bias_strides, bias_kind = _bias(p, batch, heads, n, m)
-    mask = mask_arg(p.attn_mask, batch, heads, n, m)
+        sequences, mask_blocks = Sequences(lengths, None, None), p.blocks
+    bias, (bias_b, bias_h, _), bias_kind = _bias(p, batch, heads, n, m)
     options = common_options(p, heads // max(kv_heads, 1), bias_kind)._replace(
-        DROPOUT=p.seed is not None,
-        LENGTHS=sequences.key_lengths is not None,
-        VARLEN=isinstance(p, VarlenProblem),
+        DROPOUT=p.seed is not None, LENGTHS=sequences.key_lengths is not None, VARLEN=is_packed
     )
     is_split = options.WGMMA and query.dtype is torch.float32 and max(options.D, options.DV) <= 128
     if is_split and options.PRECISION == "ieee":
         options = options._replace(PRECISION="tf32x3")
+    mask, blocks = mask_arg(p.attn_mask, batch, heads, n, m), None
     if mask is not None:
         order = "keys" if mask.q == 0 or n == 1 else "keys, queries" if mask.q == 1 and mask.k else "queries, keys"
         options = options._replace(MASK_ORDER=order)
@@ -132,16 +119,15 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
             lengths = (visible * torch.arange(1, m + 1, device=visible.device)).amax(-1)
             sequences = Sequences(lengths, None, None)
             options = options._replace(MASK="keys", LENGTHS=True)
-    blocks = None
     if mask_blocks is not None:
         table, tiles = mask_blocks.table.contiguous(), mask_blocks.tiles.contiguous().view(torch.uint8)
         options = options._replace(BLOCK_Q=mask_blocks.size[0], BLOCK_K=mask_blocks.size[1])
         b, h, q, _ = table.expand(batch, heads, -1, -1).stride()
         blocks = Blocks(table, b, h, q, tiles)
-    arguments = common_arguments(p, strides, batch, heads, p.keep_scale) | {
+    arguments = common_arguments(p, batch, heads, p.keep_scale) | {
         "bias": bias,
-        "bias_b": bias_strides[0],
-        "bias_h": bias_strides[1],
+        "bias_b": bias_b,
+        "bias_h": bias_h,
         "mask": mask,
         "blocks": blocks,
         "sequences": sequences,
@@ -156,11 +142,7 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
 
 
 def common_arguments(
-    p: Problem | VarlenProblem | KVCacheProblem,
-    strides: Callable[[Tensor], Strides],
-    batch: int,
-    heads: int,
-    keep_scale: float = 1.0,
+    p: Problem | VarlenProblem | KVCacheProblem, batch: int, heads: int, keep_scale: float = 1.0
 ) -> dict[str, Any]:
     """Return the arguments that are the same for dense and packed problems and those with a cache."""
     slopes = p.alibi_slopes
@@ -169,9 +151,6 @@ def common_arguments(
         "query": p.query,
         "key": p.key,
         "value": p.value,
-        "q_strides": strides(p.query),
-        "k_strides": strides(p.key),
-        "v_strides": strides(p.value),
         "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
         "left": min(p.left, _MAX_SIDE),
         "right": min(p.right, _MAX_SIDE),
@@ -199,8 +178,10 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias
     )
 
 
-def strides(t: Tensor) -> Strides:
-    """Return the strides of (B, H, N, E), or of a packed (T, H, E)."""
+def strides(t: Tensor | None) -> Strides | None:
+    """Return the strides of (B, H, N, E), or of a packed (T, H, E); None for None."""
+    if t is None:
+        return None
     if t.dim() == 4:
         return Strides(*t.stride())
     row, head, column = t.stride()
@@ -208,19 +189,15 @@ def strides(t: Tensor) -> Strides:
 
 
 def limit_strides(t: Tensor) -> Tensor:
-    """Return the tensor, or a dense copy if neighbouring rows or columns are so far apart that a tile would span 2^31.
+    """Return the tensor, or a dense copy if rows or columns are so far apart that a tile would span 2^31 entries."""
 
-    The copy keeps the order of strides if that suffices, as the fake implementations expect of gradients.
-    """
-    if not _spans_too_much(t):
+    def fits(t: Tensor) -> bool:
+        return max(t.stride(-1) * t.shape[-1], t.stride(-3 if t.dim() == 3 else -2) * _MAX_TILE_ROWS) < 2**31
+
+    if fits(t):
         return t
-    near = t.clone()
-    return near if not _spans_too_much(near) else t.contiguous()
-
-
-def _spans_too_much(t: Tensor) -> bool:
-    rows = t.stride(-3 if t.dim() == 3 else -2) * _MAX_TILE_ROWS
-    return max(t.stride(-1) * t.shape[-1], rows, 0) >= 2**31
+    near = t.clone()  # in the order of strides if possible, which the fake implementations expect of gradients
+    return near if fits(near) else t.contiguous()
 
 
 def unit(*tensors: Tensor) -> int:
@@ -234,6 +211,37 @@ def unit(*tensors: Tensor) -> int:
     if all(stride % 16 == 0 for stride in row_strides) or any(stride % size for stride in row_strides):
         return 1
     return size if all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in tensors) else 1
+
+
+def tile_sizes(options: Options) -> dict[str, tuple[int, int]]:
+    """Return the tensors that the portable kernels load tiles of, and the rows and columns of these."""
+    width, value_width = padded_head_dim(options.D), padded_head_dim(options.DV)
+    key, value = (options.BLOCK_N, width), (options.BLOCK_N, value_width)
+    return {"query": (options.BLOCK_M, width), "key": key, "value": value, "grad_out": (options.BLOCK_M, value_width)}
+
+
+def fits_tma(t: Tensor) -> bool:
+    """Return True if TMA can load a tensor: dense rows, multiples of 16 bytes, no axis without a stride or an entry."""
+    steps = [stride * t.element_size() % 16 for stride in t.stride()[:-1]]
+    return t.stride(-1) == 1 and not any(steps) and t.data_ptr() % 16 == 0 and min(t.stride()) >= 1 and t.numel() > 0
+
+
+def can_use_tma(arguments: dict[str, Any], options: Options) -> bool:
+    """Return True if TMA can load the tensors that a portable kernel loads tiles of."""
+    # A descriptor has no ends of packed sequences or of a sample's keys. A mask of keys hides those beyond.
+    if options.VARLEN or (options.LENGTHS and options.MASK != "keys"):
+        return False
+    return all(fits_tma(arguments[name]) for name in tile_sizes(options) if name in arguments)
+
+
+def descriptors(arguments: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Return descriptors of the tensors that a portable kernel loads tiles of."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tensors = {name: (arguments[name], size) for name, size in tile_sizes(options).items() if name in arguments}
+    return {
+        name: TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *size]) for name, (t, size) in tensors.items()
+    }
 
 
 def sigmoid_form(p: Problem | VarlenProblem | KVCacheProblem) -> str:

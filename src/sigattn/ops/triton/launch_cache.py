@@ -1,25 +1,22 @@
 """Cache of whole passes: a model calls attention with the same shapes again and again.
 
 ``run`` calls a function that prepares and launches the kernels of a pass. The second call with a key is recorded (a
-first may be the only one): each operator of PyTorch and each launch is a step, a function and its arguments, in which a
-slot stands for a tensor of the call or of an earlier step. From the third call on, only the steps are run, with other
-tensors in the slots. The key has all else: dtype, sizes, strides, device and alignment of each tensor, the numbers and
-flags of the problem, and settings. A pass that reads a tensor's values, or launches a kernel with a tensor of unknown
-origin, is not stored. Entries hold no tensors.
+first may be the only one) as a Python function, in which each operator of PyTorch and each launch is a line, and whose
+arguments are the tensors of a call. From the third call on, only that function runs. The key has all else: dtype,
+sizes, strides, device and alignment of each tensor, the numbers and flags of the problem, and settings. A pass that
+reads a tensor's values, or launches a kernel with a tensor of unknown origin, is not stored. Entries hold no tensors.
 
-With ``tuning.DIRECT_LAUNCH`` a step starts the compiled kernel itself, instead of through Triton, which binds and
-specialises every argument again (30 µs). That is done with the versions of Triton for which
-``tests/ops/compiled/test_direct_launch.py`` has shown that both pass the same arguments; others launch through Triton.
+With ``tuning.DIRECT_LAUNCH`` the line of a launch starts the compiled kernel itself, instead of through Triton, which
+binds and specialises every argument again (30 µs).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,13 +25,11 @@ from torch.overrides import TorchFunctionMode
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import tuning
 
-_MAX_ENTRIES = 512
-_cache: dict[Hashable, Pass | None] = {}  # None: not to be stored
-_seen: set[Hashable] = set()
+_MAX_ENTRIES = 2048
+_cache: dict[Hashable, Callable[..., Any] | bool] = {}  # False: called once; True: not to be stored
 _state = threading.local()  # .recording: that of a pass in this thread
 
 R = TypeVar("R")
-Fill = Callable[[list[Any]], Any]  # returns an argument, given the tensors in the slots
 
 
 def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCacheProblem, *rest: Any) -> R:
@@ -57,12 +52,17 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
             # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
             key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
     key += _settings(problem.query)
-    found = tuple(key)
-    if (stored := _cache.get(found)) is not None:
-        return stored(tensors)
-    if found in _cache or not _is_second(found):
-        return function(problem, *rest)
-    return _record(found, function, (problem, *rest))
+    call = tuple(key)
+    stored = _cache.get(call)
+    if callable(stored):
+        return stored(*tensors)
+    if stored is False:
+        return _record(call, function, problem, rest)
+    if stored is None:
+        if len(_cache) >= _MAX_ENTRIES:
+            _cache.clear()
+        _cache[call] = False
+    return function(problem, *rest)
 
 
 @functools.cache
@@ -74,7 +74,6 @@ def _num_tensors(kind: Any) -> int:
 def clear() -> None:
     """Clear the cache."""
     _cache.clear()
-    _seen.clear()
 
 
 def launch(
@@ -109,76 +108,26 @@ def _settings(query: Tensor) -> tuple[Any, ...]:
     return *tables, tuning.DIRECT_LAUNCH, precision
 
 
-def _is_second(key: Hashable) -> bool:
-    if key in _seen:
-        return True
-    if len(_seen) >= 4 * _MAX_ENTRIES:
-        _seen.clear()
-    _seen.add(key)
-    return False
-
-
-def _record(key: Hashable, function: Callable[..., R], arguments: Sequence[Any]) -> R:
-    """Call a function, and store its steps."""
-    problem, *rest = arguments
-    used: set[int] = set()
+def _record(key: Hashable, function: Callable[..., R], problem: Any, rest: Sequence[Any]) -> R:
+    """Call a function, and store its lines."""
     tensors: list[Tensor] = []
 
     def distinct(x: Any) -> Any:  # one tensor may be query, key and value: another call's are three
         if not isinstance(x, Tensor) or (x is problem.bias and not x.dim()):
             return x
-        tensors.append(x.detach() if id(x) in used else x)
-        used.add(id(x))
+        tensors.append(x.detach())
         return tensors[-1]
 
-    problem = type(problem)(*map(distinct, problem))
-    rest = [distinct(x) for x in rest]
+    call = type(problem)(*map(distinct, problem)), *map(distinct, rest)
     recording = Recording(tensors, problem.bias)
     _state.recording = recording
     try:
         with recording:
-            result = function(problem, *rest)
+            result = function(*call)
     finally:
         _state.recording = None
-    if len(_cache) >= _MAX_ENTRIES:
-        _cache.clear()
-    _cache[key] = recording.finish(result, problem.query.device)
+    _cache[key] = recording.finish(result, problem.query.device) or True
     return result
-
-
-class Step(NamedTuple):
-    """Call of a function: its arguments, and the slot of its result, those of a tuple, or None."""
-
-    function: Callable[..., Any]
-    args: Fill
-    kwargs: Fill
-    slots: int | list[int | None] | None
-
-    def __call__(self, values: list[Any]) -> None:
-        result = self.function(*self.args(values), **self.kwargs(values))
-        if isinstance(self.slots, int):
-            values[self.slots] = result
-        elif self.slots is not None:
-            for slot, x in zip(self.slots, result, strict=True):
-                if slot is not None:
-                    values[slot] = x
-
-
-class Pass(NamedTuple):
-    """Steps of a pass, number of its slots, of which the first are the tensors of the call, and its result."""
-
-    steps: list[Step]
-    num_slots: int
-    result: Fill
-    device: torch.device
-
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        """Run the steps with other tensors, and return the result."""
-        values = tensors + [None] * (self.num_slots - len(tensors))
-        with _on(self.device):
-            for step in self.steps:
-                step(values)
-        return self.result(values)
 
 
 # What may be asked of a tensor without a result that depends on its values. (An address counts as its alignment.)
@@ -189,14 +138,16 @@ _METADATA = frozenset([
 
 
 class Recording(TorchFunctionMode):
-    """Records the steps of a pass: operators of PyTorch by itself, launches by ``add``."""
+    """Records a pass as lines of Python: operators of PyTorch by itself, launches by ``add``."""
 
     def __init__(self, tensors: list[Tensor], bias: Tensor | None) -> None:
         super().__init__()
-        self.known = list(tensors)  # by slot; held, so that no other tensor gets the id of one of them
-        self.slots: dict[int, int] = {id(t): slot for slot, t in enumerate(tensors)}
+        self.parameters = ", ".join(f"t{i}" for i in range(len(tensors)))
+        self.known = list(tensors)  # t0, t1, …; held, so that no other tensor gets the id of one of them
+        self.index: dict[int, int] = {id(t): i for i, t in enumerate(tensors)}
         self.number = bias if bias is not None and not bias.dim() else None
-        self.steps: list[tuple[bool, set[int], Step]] = []  # whether it must be kept, the slots that it uses
+        self.names: dict[str, Any] = {"on": _on, "with_base": _with_base}  # what the lines refer to
+        self.lines: list[tuple[bool, set[int], set[int], str]] = []  # must be kept?, tensors it makes and uses, code
         self.is_complete = True
 
     def __torch_function__(
@@ -215,54 +166,63 @@ class Recording(TorchFunctionMode):
         self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, changes: bool = True
     ) -> None:
         """Record a call; changes: True if it does more than to return new tensors."""
-        used: set[int] = set()
-        fill_args, fill_kwargs = (self._template(x, used) or _constant(x) for x in (tuple(args), kwargs))
-        new = [id(t) not in self.slots for t in _tensors(result)]
-        if not changes and not any(new):
+        if not changes and all(id(t) in self.index for t in _tensors(result)):
             return  # such as a contiguous tensor's ``contiguous``
-        slots: int | list[int | None] | None = self._slot(result) if isinstance(result, Tensor) else None
-        if isinstance(result, (tuple, list)):
-            slots = [self._slot(x) if isinstance(x, Tensor) else None for x in result]
-        self.steps.append((changes, used, Step(function, fill_args, fill_kwargs, slots)))
+        used: set[int] = set()
+        given = [self._code(x, used) for x in args] + [f"{name}={self._code(x, used)}" for name, x in kwargs.items()]
+        made = {self._index(t) for t in _tensors(result)}
+        targets = ""
+        if isinstance(result, Tensor):
+            targets = f"t{self._index(result)} = "
+        elif isinstance(result, (tuple, list)):
+            names = [f"t{self._index(x)}" if isinstance(x, Tensor) else "_" for x in result]
+            targets = f"[{', '.join(names)}] = "
+        self.lines.append((changes, made, used, f"{targets}{self._name(function)}({', '.join(given)})"))
 
-    def _slot(self, t: Tensor) -> int:
-        """Return the slot of a tensor, a new one for an unknown tensor."""
-        if id(t) not in self.slots:
-            self.slots[id(t)] = len(self.known)
+    def _index(self, t: Tensor) -> int:
+        """Return the index of a tensor, a new one for an unknown tensor."""
+        if id(t) not in self.index:
+            self.index[id(t)] = len(self.known)
             self.known.append(t)
-        return self.slots[id(t)]
+        return self.index[id(t)]
 
-    def _template(self, x: Any, used: set[int]) -> Fill | None:
-        """Return the function that fills in an argument's tensors, or None if it has none."""
+    def _name(self, constant: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = constant
+        return name
+
+    def _code(self, x: Any, used: set[int]) -> str:
+        """Return an argument as code; used: receives the indices of its tensors."""
         if isinstance(x, Tensor):
-            if id(x) not in self.slots:
+            if id(x) not in self.index:
                 self.is_complete = False
-                return None
-            used.add(self.slots[id(x)])
-            return operator.itemgetter(self.slots[id(x)])
+                return "None"
+            used.add(self.index[id(x)])
+            return f"t{self.index[id(x)]}"
         if isinstance(getattr(x, "base", None), Tensor):
-            return _fill_descriptor(x, self._template(x.base, used))
+            return f"with_base({self._name(_with_base(x, None))}, {self._code(x.base, used)})"
         if isinstance(x, (tuple, list)):
-            fills = [self._template(field, used) for field in x]
-            return _fill_fields(x, fills) if any(fills) else None
-        if isinstance(x, dict):
-            names, fill = tuple(x), self._template(tuple(x.values()), used)
-            return None if fill is None else lambda values: dict(zip(names, fill(values), strict=True))
-        return None
+            inside: set[int] = set()
+            fields = [self._code(field, inside) for field in x]
+            if inside:
+                used |= inside
+                return f"{self._name(getattr(type(x), '_make', type(x)))}([{', '.join(fields)}])"
+        return self._name(x)
 
-    def finish(self, result: Any, device: torch.device) -> Pass | None:
-        """Return the steps without those that nothing needs, or None if the pass must not be stored."""
+    def finish(self, result: Any, device: torch.device) -> Callable[..., Any] | None:
+        """Return the function of the lines that its result needs, or None if the pass must not be stored."""
         needed: set[int] = set()
-        fill = self._template(result, needed)
-        if not self.is_complete or fill is None:
+        returned, lines = self._code(result, needed), []
+        if not self.is_complete or not needed:
             return None
-        steps = []
-        for must_be_kept, used, step in reversed(self.steps):
-            made = {step.slots} if isinstance(step.slots, int) else set(step.slots or ())
+        for must_be_kept, made, used, line in reversed(self.lines):
             if must_be_kept or made & needed:
                 needed |= used
-                steps.append(step)
-        return Pass(steps[::-1], len(self.known), fill, device)
+                lines.append(f"  {line}\n")
+        header = f"def run({self.parameters}):\n with on({self._name(device)}):\n"
+        exec(f"{header}{''.join(reversed(lines))}  return {returned}", self.names)
+        run: Callable[..., Any] = self.names["run"]
+        return run
 
 
 def _is_in_place(name: str, kwargs: dict[str, Any] | None) -> bool:
@@ -273,34 +233,8 @@ def _tensors(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [t for t in x if isinstance(t, Tensor)] if x is not None else []
 
 
-def _constant(x: Any) -> Fill:
-    return lambda values: x
-
-
-def _fill_descriptor(descriptor: Any, base: Fill | None) -> Fill | None:
-    """Return the function that makes a TMA descriptor of another tensor."""
-    if base is None:
-        return None
-    new, kind, fields = object.__new__, type(descriptor), {**vars(descriptor), "base": None}
-
-    def fill(values: list[Any]) -> Any:  # ``copy.copy`` would take three times as long
-        filled = new(kind)
-        filled.__dict__.update(fields, base=base(values))
-        return filled
-
-    return fill
-
-
-def _fill_fields(x: Sequence[Any], fills: list[Fill | None]) -> Fill:
-    """Return the function that makes a tuple, a named tuple or a list with other tensors."""
-    constants = [None if fill else field for field, fill in zip(x, fills, strict=True)]
-    positions = [(position, fill) for position, fill in enumerate(fills) if fill]
-    make: Callable[[list[Any]], Any] = getattr(type(x), "_make", type(x))
-
-    def fill(values: list[Any]) -> Any:
-        fields = constants.copy()
-        for position, field in positions:
-            fields[position] = field(values)
-        return make(fields)
-
-    return fill
+def _with_base(descriptor: Any, base: Tensor | None) -> Any:
+    """Return a TMA descriptor of another tensor; ``copy.copy`` would take three times as long."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__, base=base)
+    return other

@@ -10,11 +10,9 @@ from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid
 
 @triton.jit
 def add_to_sums(sums, p):
-    """Add the weights of a tile to partial sums of its rows, [BLOCK_M, 4].
-
-    In the layout of a product's result, columns 8i + 2k and 8i + 2k + 1 are in the k-th of four threads: each of them
-    has a partial sum, and no number changes its thread.
-    """
+    """Add the weights of a tile to partial sums of its rows, [BLOCK_M, 4]."""
+    # In the layout of a product's result, columns 8i + 2k and 8i + 2k + 1 are in the k-th of four threads: each of them
+    # has a partial sum, and no number changes its thread.
     fours = tl.reshape(p, (p.shape[0], p.shape[1] // 8, 4, 2))
     return sums + tl.sum(tl.sum(fours, 3), 1)
 
@@ -24,8 +22,7 @@ def lifted_weights(z, row_shift, least_shift, OPT: tl.constexpr):
     """Return P · 2^s of a tile, s of each row, and the factor of what earlier tiles summed with the exponent row_shift.
 
     s is about the least z of the row so far, but at least ``least_shift``, so that no row underflows: s · ln 2, the
-    lift, is an integer, which float32 has exactly. z: +inf where a key is hidden. row_shift: [BLOCK_M], large before
-    the first tile.
+    lift, is an integer, which float32 has exactly. z: +inf where a key is hidden.
     """
     least = tl.floor(tl.min(z, 1) * LN2) * LOG2E
     new_shift = tl.maximum(tl.minimum(row_shift, least), least_shift)
@@ -50,11 +47,9 @@ def term_pointers(row_terms, b, h, q_start, rows, pitch, heads, OPT: tl.constexp
 
 @triton.jit
 def load_terms(pointers, start, length, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Return bias, factor of the weights and dO · O of rows start … start + ROWS - 1, each [1, ROWS]; 0 for no row.
-
-    The four numbers of a row, of which the last is not used, are loaded together. Of fewer numbers than threads, Triton
-    would have each thread load what its own weights need, which takes up to five instructions for each weight.
-    """
+    """Return bias, factor of the weights and dO · O of rows start … start + ROWS - 1, each [1, ROWS]; 0 for no row."""
+    # The four numbers of a row, of which the last is not used, are loaded together. Of fewer numbers than threads,
+    # Triton would have each thread load what its own weights need: up to five instructions for each weight.
     rows = tl.arange(0, ROWS)[:, None, None]
     numbers = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
     if CHECKED:
@@ -71,8 +66,8 @@ def load_terms(pointers, start, length, ROWS: tl.constexpr, CHECKED: tl.constexp
 def divide_by_sums(row_sums, z_bias, rows, sizes):
     """Return the bias and the factor with which W = gain · P is the weight of a row, both [BLOCK_M].
 
-    Where the whole row is so small that P = 2^-z up to rounding, W does not depend on a constant in z. One is
-    subtracted there that makes the sum 2^-24; of other rows it is 0. row_sums: addresses of the sum and the lift.
+    Where the whole row is so small that P = 2^-z up to rounding, W does not depend on a constant in z: one is
+    subtracted there that makes the sum 2^-24.
     """
     total = tl.load(row_sums, mask=rows < sizes.len_q, other=0.0)
     lift = tl.load(row_sums + 1, mask=rows < sizes.len_q, other=0.0)

@@ -1,7 +1,6 @@
-"""Weights P of a tile: bias, exponent of float16 weights, ALiBi, masks, σ.
+"""Weights P of a tile: bias, exponent of float16 weights, ALiBi, masks, σ, dropout.
 
-Rows and columns are indices with shapes [BLOCK_M, 1] and [1, BLOCK_N], or transposed: the same code works on tiles of
-(queries, keys) and of (keys, queries).
+Rows and columns are indices [BLOCK_M, 1] and [1, BLOCK_N], or transposed: tiles are (queries, keys) or (keys, queries).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import triton.language as tl
 
 from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, sigmoid, tanh
 from sigattn.ops.triton.args import Mask
-from sigattn.ops.triton.tile import in_bounds
 
 
 @triton.jit
@@ -53,11 +51,10 @@ def load_shift(bias, m, OPT: tl.constexpr):
 
 @triton.jit
 def gradient_shift(shift, OPT: tl.constexpr):
-    """Return the factor from the weights' power of two to that of dS, and the inverse of the latter.
+    """Return the factor from the weights' power of two to that of dS in float16, and the inverse of the latter.
 
-    dS enters products in float16 too. Weights of 1/n want a large power; but where P is about 1/2, dS is dP/4, and
-    with the weights' own 2^15 it would overflow from dP = 8 on. With 2^7 it does from 2000 on, and keeps all bits of
-    gradients down to 2^-21.
+    Where P is about 1/2, dS is dP/4, and with the weights' own 2^15 it would overflow from dP = 8 on. With 2^7 it does
+    from 2000 on, and keeps all bits of gradients down to 2^-21.
     """
     lower, unit = 1.0, 1.0
     if OPT.SHIFT != "none":
@@ -86,8 +83,8 @@ def mask_of_head(mask, b, h):
 def load_mask(mask, rows, columns, sizes, EDGE: tl.constexpr, OPT: tl.constexpr):
     """Return the mask's entries of a tile, or of its keys if all queries have the same.
 
-    Tiles that do not exist are loaded as zeros. EDGE: the tile may extend beyond the last query and key; else only
-    along the axis that is not walked. There its entries have no effect.
+    EDGE: the tile may extend beyond the last query and key; else only along the axis that is not walked, where its
+    entries have no effect.
     """
     KEYS_FIRST: tl.constexpr = columns.shape[0] != 1
     hidden: tl.constexpr = float("-inf") if KEYS_FIRST and OPT.MASK == "added" else 0
@@ -103,7 +100,7 @@ def load_mask(mask, rows, columns, sizes, EDGE: tl.constexpr, OPT: tl.constexpr)
             i, j = rows, columns
         pointers = mask.pointer + i.to(tl.int64) * mask.q + j.to(tl.int64) * mask.k
         if EDGE:
-            entries = tl.load(pointers, mask=in_bounds(i, j, sizes.len_q, sizes.len_k), other=hidden)
+            entries = tl.load(pointers, mask=(i < sizes.len_q) & (j < sizes.len_k), other=hidden)
         elif KEYS_FIRST:
             entries = tl.load(pointers, mask=j < sizes.len_k, other=0)
         else:
@@ -149,8 +146,7 @@ def weights(
     """Return P of a tile, before dropout; with ONLY_Z instead z, +inf where P is 0 because a key is hidden.
 
     logits: Q Kᵀ, with the soft cap applied. z_scale, z_bias: its factor and the bias as terms of z (activation.py).
-    slopes: of ALiBi, before and after. mask: attn_mask of the head, or None. blocks, state: of a ``BlockMask``. EDGE:
-    the window may cross the tile.
+    EDGE: the window may cross the tile.
     """
     # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
     # must see no key that real queries do not see. With "paired" two neighbours share a reciprocal: a masked NaN must
@@ -201,3 +197,40 @@ def weights(
     if OPT.BLOCK_Q:
         p = tl.where(in_block, p, none)
     return p
+
+
+# -- dropout: the same numbers as ``ops/dropout.py`` ------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x):
+    """Return the low 32 bits of the finaliser of splitmix64, of int64."""
+    x = x.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return (x ^ (x >> 31)).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def row_hash(seed, head, i):
+    """Return the part of the hash that depends on head (b · Hq + h) and query."""
+    by_head = _mix(head + tl.cast(seed, tl.int64) + tl.zeros_like(i).to(tl.int64))
+    return _mix(by_head.to(tl.int64) + i)
+
+
+@triton.jit
+def column_hash(seed, j):
+    """Return the part of the hash that depends on the key."""
+    start = _mix((tl.cast(seed, tl.int64) ^ -7046029254386353131) + tl.zeros_like(j).to(tl.int64))
+    return _mix(start.to(tl.int64) + j)
+
+
+@triton.jit
+def dropout_keep(by_row, by_column, threshold):
+    """Return True where dropout keeps a weight."""
+    x = (by_row ^ by_column).to(tl.int32)
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= -2073254261
+    return x >= threshold

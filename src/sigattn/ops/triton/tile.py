@@ -1,7 +1,7 @@
 """Which tile a program has, and loads, stores and products of tiles.
 
 The start of a tile is added in 64 bits, so tensors may have more than 2^31 entries; offsets inside a tile are 32-bit,
-which saves registers (kernel_args.py copies tensors whose tiles would span more).
+which saves registers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def sample_sizes(b, sequences, sizes, OPT: tl.constexpr):
 
 @triton.jit
 def query_tile(sequences, sizes, OPT: tl.constexpr):
-    """Return the tile of queries of this program: (b, h, h_kv, start_m, q_start, k_start, sizes).
+    """Return sample, query head, key head and first query of this program's tile, and ``sample_sizes``.
 
-    These are sample, query head, key head, first query of the tile, and the results of ``sample_sizes``. With packed
-    sequences start_m may lie outside the sequence: below 0 or beyond the last query.
+    With packed sequences the first query may lie outside the sequence: below 0 or beyond the last query.
     """
     tiles = tl.cdiv(sizes.len_q, OPT.BLOCK_M)
     head = tl.program_id(0) // tiles
@@ -54,10 +53,9 @@ def query_tile(sequences, sizes, OPT: tl.constexpr):
 
 @triton.jit
 def tile_bounds(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return which tiles of the other axis, 0 … length - 1, positions first … last - 1 see: bounds of three phases.
+    """Return (start, full_start, full_stop, stop): which tiles of 0 … length - 1 positions first … last - 1 see.
 
-    Position i sees i - left … i + right. Returns (start, full_start, full_stop, stop): tiles of BLOCK from start to
-    stop are visited; every position sees the whole of those from full_start to full_stop, so they need no mask.
+    Position i sees i - left … i + right. Every position sees the whole of the tiles from full_start to full_stop.
     """
     start = 0
     stop = length
@@ -93,10 +91,9 @@ def load(
     source, strides, b, h, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr,
     OPT: tl.constexpr, visible=None,
 ):  # fmt: skip
-    """Load rows start … start + ROWS - 1 of a matrix (length, WIDTH), with zeros outside it: [ROWS, BLOCK_WIDTH].
+    """Load rows start … start + ROWS - 1 of a matrix (length, WIDTH), with zeros outside it and where not ``visible``.
 
     source: pointer to the matrix; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
-    visible: False for rows that are zeros, [ROWS], or None.
     """
     if OPT.TMA:
         index = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
@@ -154,23 +151,15 @@ def store(base, strides, tile, start, length, WIDTH: tl.constexpr):
     rows = tl.arange(0, tile.shape[0])[:, None]
     columns = tl.arange(0, tile.shape[1])[None, :]
     pointers = base + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
-    tl.store(pointers, cast(tile, base.dtype.element_ty), mask=in_bounds(start + rows, columns, length, WIDTH))
-
-
-@triton.jit
-def in_bounds(rows, columns, n, m):
-    """Return True where a row is less than n and a column less than m."""
-    return (rows < n) & (columns < m)
+    tl.store(pointers, cast(tile, base.dtype.element_ty), mask=(start + rows < length) & (columns < WIDTH))
 
 
 @triton.jit
 def zero_accumulator(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
-    """Return an accumulator of zeros for the products of a loop: [ROWS, WIDTH] in float32.
-
-    On Hopper, ptxas makes every product of a kernel wait for the one before it (advisory C7515) if it writes the zeros
-    again on the path that skips a loop. It cannot do that with the result of volatile assembly.
-    """
+    """Return an accumulator of zeros for the products of a loop: [ROWS, WIDTH] in float32."""
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    # On Hopper, ptxas makes every product of a kernel wait for the one before it (advisory C7515) if it writes the
+    # zeros again on the path that skips a loop. It cannot do that with the result of volatile assembly.
     if WGMMA and not INTERPRETED:
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
     return acc

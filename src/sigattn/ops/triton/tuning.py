@@ -1,20 +1,24 @@
 """Tile shapes of the kernels, per architecture, head size and dtype. There is no autotuning at run time.
 
-``benchmarks/gpu.sh`` measures the candidates of ``benchmarks/tile_shapes.py`` on a GPU; its results go into these
-tables by hand. Where a table does not say that it was measured (docs/speed.md), its shapes were chosen from the
-compiler's reports (``python -m benchmarks static``): no spills in the loop over tiles without a mask, tensor cores fed
-from shared memory.
+``benchmarks/gpu.sh`` measures the candidates of ``benchmarks/tile_shapes.py``; its results go into the tables by hand.
+Where a table does not say that it was measured (docs/speed.md), its shapes were chosen from the compiler's reports
+(``python -m benchmarks static``): no spills in the loop over tiles without a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import triton
+from triton.runtime.errors import OutOfResources
 
-from sigattn.ops.triton.args import padded_head_dim
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops.triton.args import Options, padded_head_dim
+
+Started = TypeVar("Started")
 
 
 class Config(NamedTuple):
@@ -154,21 +158,14 @@ _AMD = _table("""
 """)
 
 
-def supports_direct_launch(version: str) -> bool:
-    """Return True for versions of Triton on which tests/ops/compiled/test_direct_launch.py has run."""
-    return version.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
-
-
 # Cached launches start their compiled kernels directly (launch_cache.py), not through Triton, which binds and
-# specialises every argument again (some 30 µs of the CPU's time).
-DIRECT_LAUNCH = supports_direct_launch(triton.__version__)
+# specialises every argument again (some 30 µs of the CPU's time): with the versions of Triton on which
+# tests/ops/compiled/test_direct_launch.py has shown that both pass the same arguments.
+DIRECT_LAUNCH = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
 
 # Weights (B · Hq · N · M) from which on TMA and the Gluon kernels are used. A descriptor takes some 10 µs of host time
 # at each launch (eleven took a fifth of a short training step with an H100), more than TMA gains there.
 TMA_MIN_WEIGHTS = 1 << 26
-
-# Replace a configuration that does not fit the device by a smaller one (fitting.py); if False, raise.
-SHRINK_TILES = True
 
 # The warp-specialised kernels, used for the problems that they support. Measured on an H100 (docs/speed.md).
 HOPPER_CONFIGS: dict[str, HopperConfig] = {
@@ -184,7 +181,7 @@ def kernel_config(
     """Return the tile shape of a kernel (FWD, DKDV or DQ) for numbers of ``itemsize`` bytes.
 
     architecture: compute capability, 90 for sm_90; 0 for other GPUs than NVIDIA's. head_dim: the larger one of D and
-    Dv. tma: whether the call is a plain one whose operands TMA can load. precision: of float32 products.
+    Dv. tma: whether the call is a plain one whose operands TMA can load. precision: as ``Options.PRECISION``.
     """
     key = kernel, padded_head_dim(head_dim)
     if tma and (architecture, itemsize) == (90, 2) and key in _HOPPER_TMA:
@@ -197,13 +194,110 @@ def kernel_config(
 
 
 def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
-    """Return the tile shape of the decoding kernel, for a number of rows (queries of a group of heads).
-
-    Reading the cache is the bottleneck, so tiles have as few rows as a product allows and many are in flight.
-    """
+    """Return the tile shape of the decoding kernel, for a number of rows (queries of a group of heads)."""
+    # reading the cache is the bottleneck, so tiles have as few rows as a product allows and many are in flight
     max_rows = 64 if itemsize < 4 else 16  # without tensor cores 64 rows of 256 spilled 5,825 registers in the loop
     block_m = min(max(16, 1 << (rows - 1).bit_length()), max_rows)
     padded = padded_head_dim(head_dim)
     keys = 64 if padded * itemsize <= 256 else 32
     stages = 3 if itemsize < 4 and block_m * padded < 64 * 256 else 2  # so that two programs fit a multiprocessor
     return Config(block_m, keys if itemsize < 4 or padded <= 64 else 16, 4, stages)
+
+
+# -- tiles that fit the shared memory of a device ---------------------------------------------------------------------
+#
+# The tables are for calls without a mask, whose tiles take memory like those of keys and values. With a mask, and for
+# decoding, the first smaller configuration is used that fits by ``shared_memory``, an upper bound that the tests
+# compare with the compiler. If a launch does not fit all the same, smaller ones are tried.
+
+_KIB = 1024
+# Shared memory of a program in KiB, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
+_LIMITS = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_LIMIT = 99
+_RESERVED = 2 * _KIB  # barriers and sums of rows
+_SMALLEST_BLOCK = 16  # rows of a tile, which tl.dot needs
+_READS_SHARED = (90, 100, 103)  # architectures whose tensor cores read operands from shared memory
+
+
+def shared_memory_limit(architecture: int) -> int:
+    """Return the bytes of shared memory that a program may take on a GPU of a compute capability."""
+    return _LIMITS.get(architecture, _LEAST_LIMIT) * _KIB
+
+
+def shared_memory(kernel: str, config: Config, o: Options, itemsize: int, mask_itemsize: int, architecture: int) -> int:
+    """Return an upper bound on the bytes of shared memory of a kernel on an NVIDIA GPU.
+
+    itemsize: bytes of an entry of query, key and value. mask_itemsize: of attn_mask, 0 without one.
+    """
+    d, dv = padded_head_dim(o.D), padded_head_dim(o.DV)
+    rows, walked = config.block_m, config.block_n
+    if kernel == DKDV:
+        rows, walked = walked, rows
+    resident = rows * (d + dv if kernel in (DKDV, DQ) else d)
+    # wgmma and tcgen05 read a tile while the next ones arrive; before Hopper it has been copied to registers by then.
+    buffers = config.stages if architecture in _READS_SHARED else max(config.stages - 1, 1)
+    buffers += 2 if o.PRECISION == "tf32x3" else 0
+    # Masks in flight and P on its way to a product, or one tile of float32 that changes its layout.
+    per_score = max((config.stages - 1) * mask_itemsize + itemsize, 4) + (4 if o.NEED_MASK != "none" else 0)
+    return itemsize * (resident + buffers * walked * (d + dv)) + rows * walked * per_score + _RESERVED
+
+
+def fit(kernel: str, config: Config, o: Options, itemsize: int, mask_itemsize: int, architecture: int) -> Config:
+    """Return the configuration, or the first smaller one that fits. With one stage nothing is in flight."""
+    # A mask's tile takes registers. With 64 scores of a thread, as without a mask, the forward pass spilled 52 to 88 in
+    # its loops on sm_90 (D = 128). Before Hopper operands lie in registers, too: with 32, bwd_dkdv_kernel spilled 321
+    # (sm_86, D = 64), the forward 205 (D = 128).
+    per_thread = 32 if architecture in _READS_SHARED else 8 if kernel == DKDV else 16
+    while mask_itemsize and config.block_m * config.block_n > per_thread * 32 * config.warps:
+        config = _halved(config)
+    limit = shared_memory_limit(architecture)
+    while config.stages > 1 and shared_memory(kernel, config, o, itemsize, mask_itemsize, architecture) > limit:
+        config = smaller(config) or config._replace(stages=1)
+    return config
+
+
+def _halved(config: Config) -> Config:
+    m, n = config.block_m, config.block_n
+    return config._replace(block_m=m // 2) if m > n else config._replace(block_n=n // 2)
+
+
+def smaller(config: Config) -> Config | None:
+    """Return the next configuration that takes less memory, or None: first fewer stages, then smaller tiles."""
+    if config.stages > 2:
+        return config._replace(stages=config.stages - 1)
+    if max(config.block_m, config.block_n) > _SMALLEST_BLOCK * config.stages:
+        return _halved(config)
+    return config._replace(stages=1) if config.stages > 1 else None
+
+
+_taken: dict[Hashable, Config] = {}  # by kind of call whose first configuration did not fit
+
+
+def launch_fitting(
+    name: str,
+    problem: Problem | VarlenProblem | KVCacheProblem,
+    options: Options,
+    config: Config,
+    launch: Callable[[Config], Started],
+) -> Started:
+    """Launch a kernel, with smaller configurations if the device has too little memory for this one.
+
+    The next call of the same kind starts with the configuration that fitted. RuntimeError if none fits.
+    """
+    mask_dtype = None if problem.attn_mask is None else problem.attn_mask.dtype
+    kind = (name, config, options, problem.query.dtype, mask_dtype, problem.query.device)
+    while True:
+        taken = _taken.get(kind, config)
+        try:
+            return launch(taken)
+        except OutOfResources as error:
+            below = smaller(taken)
+            said = (
+                f"sigattn: {name} with tiles of {taken.block_m} × {taken.block_n}, {taken.warps} warps and "
+                f"{taken.stages} stages needs {error.required} of {error.name}, and this device has {error.limit}."
+            )
+            if below is None:
+                raise RuntimeError(f"{said} No tiles are smaller; backend='blocked' needs no GPU kernel.") from error
+            if kind not in _taken:
+                warnings.warn(f"{said} Calls of this kind use smaller tiles.", RuntimeWarning, stacklevel=2)
+            _taken[kind] = below

@@ -1,0 +1,184 @@
+"""Machine code of the kernels, compiled for absent GPUs."""
+
+import os
+import random
+
+import pytest
+
+from benchmarks import static, static_hopper, tile_shapes
+from sigattn.ops.triton import tuning
+
+KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
+only_all = pytest.mark.skipif(not EVERYTHING, reason="long; make test-kernels runs it")
+DIMS = (16, 32, 64, 128, 256)
+OPTIONS = [
+    {},
+    {"BIAS": "tensor", "grad_bias": "*fp32"},
+    {"BIAS": "length", "VARLEN": True},
+    {"BIAS": "length", "LENGTHS": True},
+    {"MASK": "bool"},
+    {"MASK": "added", "NEED_MASK": "added"},
+    {"MASK": "added", "NEED_MASK": "added", "SUM_ROWS": True},
+    {"MASK": "added", "NEED_MASK": "stored"},
+    {"SLOPES": True, "grad_slopes": "*fp32"},
+    {"HAS_LEFT": True},
+    {"DROPOUT": True},
+    {"GROUP": 4},
+    {"SIGMOID": "fast"},
+    {"SIGMOID": "accurate"},
+    {"SOFTCAP": True},
+    {"BLOCK_Q": 128, "BLOCK_K": 128},
+    {"TMA": True},
+]
+OWN_OPTIONS = {
+    tuning.DKDV: [{"grad_key": None}, {"grad_value": None}],
+    tuning.DQ: [{"grad_query": None, "grad_bias": "*fp32"}],
+}
+SMALL = tuning.Config(64, 32, 4, 1)  # compiled three times as fast
+PAGES = {"block_table": "*i32", "left_padding": "*i32", "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
+
+
+def kernels(architecture, head_dim, dtype):
+    return [k for k in static.kernels_of(architecture, head_dim, dtype) if k != tuning.DECODE]
+
+
+def products_are_asynchronous(*case, **changes):
+    """Compile a kernel, and assert that ptxas serialises no product; return the report."""
+    report = static.compile_kernel(*case, **changes)
+    assert not report.advisories, report
+    return report
+
+
+TABLES = [(90, 64, True, k) for k in KERNELS] + [(80, 128, True, tuning.FWD), (100, 64, False, tuning.DKDV)]
+if EVERYTHING:
+    pairs = [(a, d, causal) for a in SHARED for d in DIMS for causal in (False, True)]
+    TABLES = [(*pair, k) for pair in pairs for k in kernels(*pair[:2], "bfloat16")]
+
+
+@pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), TABLES)
+def test_kernels_of_the_tables(architecture, d, causal, kernel):
+    """No spills in loops, shared memory within the limit, tensor cores used, few special-function instructions."""
+    report = products_are_asynchronous(kernel, architecture, "bfloat16", d, causal)
+    assert report.spills <= (12 if architecture == 90 else 0), report  # a few addresses, on the way into a loop
+    inner = report.loops[0]
+    assert inner.spills == 0, report
+    # the causal forward at D = 256 spills 5 in the loop over the edge of the mask
+    assert max(loop.spills for loop in report.loops) <= (5 if d == 256 else 0), report
+    assert report.shared <= SHARED[architecture], report
+    if architecture == 90 and d <= 128:  # σ of one overlaps with products of another
+        assert report.programs >= 2, report
+    if d <= 128 or architecture == 90:
+        assert report.tensor_instructions.startswith({80: "HMMA", 90: "HGMMA", 100: "UTC"}[architecture]), report
+    if d == 64:
+        assert inner.special <= 1.6, report  # one and a half for "paired-rcp"
+    # at most the few comparisons of addresses: a mask would take two instructions for each score
+    assert inner.selects < (0.75 if d <= 128 else 1.1), report
+    if causal:
+        assert max(loop.selects for loop in report.loops) > 0.9, report  # and the edges do have one
+
+
+DECODING = [(100, "float16", 128, PAGES), (90, "bfloat16", 64, {"config": tuning.decode_config(64, 2, 64)})]
+if EVERYTHING:
+    DECODING = [(a, t, d, o) for a in SHARED for t in ("bfloat16", "float16") for d in DIMS for o in ({}, PAGES)]
+    DECODING += [(90, "bfloat16", d, {"config": tuning.decode_config(d, 2, 64)}) for d in DIMS]
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "d", "options"), DECODING)
+def test_decoding(architecture, dtype, d, options):
+    """Tensor cores used, nothing spilled, two programs on each multiprocessor; on Hopper also as many rows as wgmma."""
+    report = products_are_asynchronous("decode", architecture, dtype, d, False, **options)
+    assert report.spills == 0, report
+    assert report.shared <= SHARED[architecture] // 2, report
+    assert report.tensor_instructions == ("HGMMA" if report.config.block_m == 64 else "HMMA"), report
+
+
+GLUON = [(k, causal, causal and k != tuning.DKDV) for k in tuning.HOPPER_CONFIGS for causal in (False, True)]
+
+
+@pytest.mark.parametrize(("kernel", "causal", "normalize"), GLUON if EVERYTHING else GLUON[1::2])
+def test_gluon_kernels(kernel, causal, normalize):
+    """Also fenced: ``compile_kernel`` raises if the tensor cores may read memory too early."""
+    report = static_hopper.compile_kernel(kernel, causal, tuning.HOPPER_CONFIGS[kernel], normalize)
+    assert not report.advisories, report
+    assert report.spills <= 16, report  # a few addresses, outside the loop
+    assert report.shared <= SHARED[90], report
+    assert report.tensor_instructions == "HGMMA", report
+    assert report.loops[0].special <= 1.6, report
+
+
+def test_without_the_volatile_accumulator_products_are_serialised():
+    config = tuning.Config(128, 64, 8, 3, "paired")
+    assert static.compile_kernel(tuning.FWD, 90, "bfloat16", 64, False, config, WGMMA=False).advisories
+
+
+def options_of_hopper(dtype, head_dim):
+    """Return every kernel with every option, and with heads of two sizes, full and causal."""
+    widths = {"D": head_dim - 8, "DV": head_dim}
+    shift = {"number": "number", "tensor": "tensor", "length": "length"} if dtype == "float16" else {}
+    return [
+        (kernel, dtype, head_dim, causal, {"SHIFT": shift.get(option.get("BIAS", "number"), "none"), **option})
+        for kernel in kernels(90, head_dim, dtype)
+        for option in [*OPTIONS, widths, *OWN_OPTIONS.get(kernel, [])]
+        for causal in (False, True)
+    ]
+
+
+ALONE = [case for t in ("bfloat16", "float16") for d in DIMS for case in options_of_hopper(t, d)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "d", "causal", "options"), ALONE if EVERYTHING else random.sample(ALONE, 1)
+)
+def test_every_option_on_hopper(kernel, dtype, d, causal, options):
+    products_are_asynchronous(kernel, 90, dtype, d, causal, **options)
+
+
+SCORE = {"MASK": "added", "NEED_MASK": "stored", "BIAS": "tensor", "SHIFT": "tensor", "grad_bias": "*fp32"}
+MORE = {"SLOPES": True, "grad_slopes": "*fp32", "HAS_LEFT": True, "SOFTCAP": True, "DROPOUT": True, "GROUP": 4}
+TOGETHER = [(k, {**SCORE, **MORE}) for k in KERNELS]
+if EVERYTHING:
+    TOGETHER += [
+        (k, options)
+        for options in (
+            {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},
+            {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast"},
+            {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72},
+            {"BLOCK_Q": 128, "BLOCK_K": 128},
+        )
+        for k in KERNELS
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "options"), TOGETHER)
+def test_several_options_at_once(kernel, options):
+    products_are_asynchronous(kernel, 90, "float16", 64, True, SMALL, **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS if EVERYTHING else [tuning.DQ])
+def test_tf32(kernel):
+    products_are_asynchronous(kernel, 90, "float32", 64, True, PRECISION="tf32")
+
+
+@only_all
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_candidates_of_tune(kernel, head_dim):
+    """Asynchronous, within shared memory, and nearly nothing spilled."""
+    for config in tile_shapes.candidates(kernel, head_dim):
+        for part in [{"grad_value": None}, {"grad_key": None}] if config.split_dkdv else [{}]:
+            report = products_are_asynchronous(kernel, 90, "bfloat16", head_dim, False, config, **part)
+            assert report.shared <= SHARED[90], report
+            assert report.spills <= 8, report
+
+
+@only_all
+@pytest.mark.parametrize("architecture", SHARED)
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_float32_configurations(architecture, head_dim):
+    for kernel in kernels(architecture, head_dim, "float32"):
+        for causal in (False, True):
+            report = products_are_asynchronous(kernel, architecture, "float32", head_dim, causal)
+            assert report.spills == 0, report
+            assert report.shared <= SHARED[architecture], report
