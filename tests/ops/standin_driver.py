@@ -8,7 +8,7 @@ seconds per kernel (``compiles=False``). It needs a process without TRITON_INTER
 
 >>> with gpu(90) as launched:
 ...     sigmoid_attention(q, k, v, backend="triton")
-... launched[0].name, launched[0].grid, launched[0].options.BLOCK_M, launched[0].shared
+... launched[0].name, launched[0].grid, launched[0].options.BLOCK_M, launched[0].binary.shared
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from unittest import mock
 
 import torch
 from triton import compiler
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
-from benchmarks import machine_code
 from sigattn.ops import triton as backend
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import kernel_args, launch_cache
@@ -80,21 +80,11 @@ class Launched:
         """Compile-time arguments of a portable kernel."""
         return self.arguments["OPT"]
 
-    @property
-    def shared(self) -> int:
-        """Return the bytes of shared memory of a program."""
-        return self.binary.shared
-
     @functools.cached_property
     def compiled(self) -> Any:
         """Triton's CompiledKernel, valid within the ``gpu`` context."""
         known = self.function.device_caches[self.device][0].values()
         return next(compiled for compiled in known if compiled.function is self.binary)
-
-    def advisories(self) -> list[str]:
-        """Return ptxas's advisories that it serialised asynchronous tensor core instructions (C75xx)."""
-        log = machine_code.ptxas_log(self.compiled.asm["ptx"], self.compiled.metadata.target.arch)
-        return machine_code.advisories(log)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +140,9 @@ def _same(compiled: Any, given: Any) -> bool:
 
 def _check_value(value: Any, kind: str, divisible: bool) -> str:
     if kind.startswith("*"):
-        if not isinstance(value, torch.Tensor) or kind != "*" + _type_of(value.dtype):
+        if not isinstance(value, torch.Tensor) or kind != "*" + canonicalize_dtype(value.dtype):
             return f"is no {kind}"
-        return f"is not aligned to 16 bytes: {value.data_ptr()}" if divisible and value.data_ptr() % 16 else ""
+        return "is not aligned to 16 bytes" if divisible and value.data_ptr() % 16 else ""
     if kind[0] in "iu" and kind[1:].isdigit():
         bits = int(kind[1:])
         least, most = (-(1 << bits - 1), 1 << bits - 1) if kind[0] == "i" else (0, 1 << bits)
@@ -165,25 +155,18 @@ def _check_value(value: Any, kind: str, divisible: bool) -> str:
 def _check_descriptor(value: Any, kind: str, metadata: dict[str, Any] | None) -> str:
     """Check a tensor descriptor as ``cuTensorMapEncodeTiled`` would."""
     base, block = value.base, list(value.block_shape)
-    if not kind.startswith(f"tensordesc<{_type_of(base.dtype)}[{', '.join(map(str, block))}]"):
+    strides = [stride * base.element_size() for stride in value.strides]
+    if not kind.startswith(f"tensordesc<{canonicalize_dtype(base.dtype)}[{', '.join(map(str, block))}]"):
         return f"is no {kind}"
-    if base.data_ptr() % 16 or any(stride * base.element_size() % 16 for stride in value.strides[:-1]):
+    if base.data_ptr() % 16 or any(stride % 16 for stride in strides[:-1]):
         return "has an address or a stride that is no multiple of 16 bytes"
-    if not all(0 < stride * base.element_size() < 2**40 for stride in value.strides):
-        return "has a stride that TMA does not take"
-    if not all(0 < size <= 2**32 for size in value.shape):
-        return "has a size that TMA does not take"
+    if not all(0 < stride < 2**40 for stride in strides) or not all(0 < size <= 2**32 for size in value.shape):
+        return "has a stride or a size that TMA does not take"
     box = block if metadata is None else list(metadata["block_size"])
     if not all(0 < size <= _LARGEST_BOX for size in box):
         return f"has a box of {box}"
     swizzle = 0 if metadata is None else _SWIZZLES[metadata["swizzle"]]
     return f"has rows wider than its swizzle of {swizzle} bytes" if 0 < swizzle < box[-1] * base.element_size() else ""
-
-
-def _type_of(dtype: torch.dtype) -> str:
-    from triton._utils import canonicalize_dtype
-
-    return canonicalize_dtype(dtype)
 
 
 class StandIn:

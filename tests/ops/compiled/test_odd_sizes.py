@@ -67,8 +67,8 @@ def launched(request):
 
 
 def both_passes(q, k, v, grad=torch.empty_like, **options):
-    """Run both passes four times: recorded, cached, compared, launched directly."""
-    for _ in range(4):
+    """Run both passes three times: prepared, recorded, launched directly."""
+    for _ in range(3):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         out = sigmoid_attention(*leaves, backend="triton", **options)
         torch.autograd.grad(out, leaves, grad(out))
@@ -126,7 +126,7 @@ def test_more_elements_than_32_bits_count():
         q = rows(5, 70_000, 100, 64)
         sigmoid_attention(q, q, q, backend="triton")
         (one,) = launched
-        assert one.arguments["q_strides"].b == 70_000 * 6400
+        assert one.arguments["query_strides"].b == 70_000 * 6400
         assert q.numel() > 2**31
         assert one.grid == (-(-70_000 // one.options.BLOCK_M) * 500, 1, 1)
 

@@ -23,15 +23,15 @@ def test_launches_are_recorded_and_others_than_those_compiled_for_are_refused():
         (first,) = launched
         assert (first.name, first.grid[1:]) == ("fwd_kernel", (1, 1))
         assert first.arguments["query"].data_ptr() == p.query.data_ptr()
-        assert 0 < first.shared <= standin_driver.SHARED[80]
+        assert 0 < first.binary.shared <= standin_driver.SHARED[80]
         start = first.compiled[first.grid]
         start(*first.arguments.values())
         misaligned = torch.zeros(p.query.numel() + 1)[1:].view(p.query.shape)
         for name, value in {
             "query": misaligned,
             "key": p.key.bfloat16(),
-            "k_strides": first.arguments["k_strides"]._replace(h=17),
-            "q_strides": first.arguments["q_strides"]._replace(d=2),
+            "key_strides": first.arguments["key_strides"]._replace(h=17),
+            "query_strides": first.arguments["query_strides"]._replace(d=2),
             "len_q": 1 << 31,
             "OPT": first.options._replace(DV=8),
         }.items():
