@@ -73,7 +73,7 @@ def _attend(problem: Problem, result: Result) -> None:
         memory = weights if tiling.is_saved else memory
         tiles.prepare_logits()
         for i, visible in tiles.loop(outer=0):
-            target = rows_of(out, i)  # (B, H, R, Dv)
+            target = out if tiling.is_whole else out[:, :, i]  # (B, H, R, Dv)
             total: Tensor | None = None  # (G, rep · R, Dv)
             sums: Tensor | None = None  # (G, rep · R, 1)
             for j in visible:
@@ -131,9 +131,10 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
     tiling, scale = choose_tiles(problem, result.weights, outer=1), problem.scale_value
     memory = result.weights if tiling.is_saved else new_memory(problem, tiling)
     memory_of_d = new_memory(problem, tiling)
+    has_options = any(g is not None for g in gradients[3:])
     incoming = Result(grad_out, result.weights, row_terms)
     for part, (d_out, weights, row_terms), sums in groups(problem, tiling, incoming, gradients):
-        d_query, d_key, d_value, *d_options = sums
+        d_query, d_key, d_value, *_ = sums
         tiles, memory = Tiles(part, tiling), weights if tiling.is_saved else memory
         if not tiling.is_saved or part.softcap:
             tiles.prepare_logits()
@@ -150,19 +151,21 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
             value_sum: Tensor | None = None  # (G, C, Dv)
             for i in visible:
                 query, d_rows = tiles.rows(tiles.query, i), tiles.rows(d_out, i)  # (G, rep · R, D or Dv)
-                p = tiles.tile(memory, i, j) if tiling.is_saved else tiles.weights(memory, i, j)
                 d = torch.bmm(d_rows, value.mT, out=tiles.tile(memory_of_d, i, j))  # dP = dO Vᵀ
+                p = tiles.tile(memory, i, j) if tiling.is_saved else tiles.weights(memory, i, j)
                 dropped = None if part.seed is None else tiles.dropped(i, j)
                 if dropped is not None:
                     d.masked_fill_(dropped, 0)
                 if part.normalize:
                     tiles.by_head(d, i, j).sub_(rows_of(row_terms, i))  # dP - δ
                 torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
-                tiles.hide(d, i, j)  # 0 · NaN where V or dO is not finite
-                if any(g is not None for g in d_options):
+                if tiles.may_hide:
+                    tiles.hide(d, i, j)  # 0 · NaN where V or dO is not finite
+                if has_options:
                     add_sums(tiles.by_head(d, i, j), part, i, j, sums)
-                if part.softcap:  # bias, mask and slopes are added after the cap
-                    d *= tiles.slope_of_cap(torch.empty_like(d), i, j)
+                if part.softcap:  # 1 - tanh²; NaN becomes 0: if its key is visible, dS is NaN already
+                    tanh = tiles.logits(torch.empty_like(d), i, j)
+                    d *= tanh.square_().neg_().add_(1).nan_to_num_(0.0)
                 if query_sum is None:  # the only tile
                     query_sum = add_product(None, d, key, d_query)  # dQ = dS K
                 else:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from sigattn.ops.block_mask import HIDDEN, runs
 from sigattn.ops.dropout import keep_mask
+from sigattn.ops.memory import keep_memory_warm
 from sigattn.ops.positions import alibi
 from sigattn.ops.problem import UNLIMITED, Problem
 
@@ -109,8 +110,8 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
         size = max(1, limit // (samples * together * repeat * long))
         side = _evenly(short, size, 32 if size >= 128 else 1)
         side = min(side, WINDOWED_SIDE) if has_window else side
-        if p.blocks is not None:  # a tile does not cross the blocks of the mask
-            size = p.blocks.size[outer]
+        if p.mask_tiles is not None:  # a tile does not cross the blocks of the mask
+            size = p.mask_tiles.shape[1 + outer]
             side = math.gcd(min(side, size), size)
     rows, columns = (side, long) if outer == 0 else (long, side)
     return Tiling(dtype, n, m, samples, together, rows, columns, is_whole, is_saved)
@@ -155,6 +156,7 @@ class Tiles:
     Attributes:
         query: (G, rep, N, D). key: (G, M, D). value: (G, M, Dv). In the compute dtype; 0 beyond ``key_lengths``.
         num_keys: number of keys to compute, padded.
+        may_hide: False if no weight is hidden.
         exists: (B, 1, num_keys, 1), False for keys beyond ``key_lengths``; None if there are none.
     """
 
@@ -176,7 +178,7 @@ class Tiles:
             self.exists = (j < lengths.to(j.device).view(-1, 1, 1)).unsqueeze(-1)
         is_padded = tiling.num_queries > p.query.shape[2] or self.num_keys > p.key.shape[2]
         has_mask = p.attn_mask is not None or self.blocks is not None or (p.normalize and self.exists is not None)
-        self._may_hide: bool = is_padded or has_mask or p.left != UNLIMITED or p.right != UNLIMITED
+        self.may_hide: bool = is_padded or has_mask or p.left != UNLIMITED or p.right != UNLIMITED
         self.query: Tensor = self.operand(p.query, tiling.num_queries)
         self.key: Tensor = self.operand(p.key, self.num_keys, self.exists)
         self.value: Tensor = self.operand(p.value, self.num_keys, self.exists)
@@ -184,7 +186,7 @@ class Tiles:
     def operand(self, t: Tensor, rows: int, exists: Tensor | None = None) -> Tensor:  # (B, H, ·, E) → (G, ·, E)
         """Return a tensor as operand of products: in the compute dtype, padded, and dense where that is faster."""
         dtype, repeat = self.tiling.dtype, t.shape[0] * t.shape[1] // self.size
-        t = rows_of(t, slice(0, rows)).to(dtype)
+        t = (t if t.shape[2] <= rows else t[:, :, :rows]).to(dtype)
         if exists is not None:  # a NaN beyond key_lengths must not enter a product
             t = t.masked_fill(~exists[:, :, : t.shape[2]], 0)
         if t.shape[2] < rows:
@@ -269,13 +271,20 @@ class Tiles:
         n, m = self.problem.query.shape[2], self.problem.key.shape[2]
         return tile.view(self.batch, self.heads, -1, tile.shape[2])[:, :, : n - i.start, : m - j.start]
 
+    def logits(self, out: Tensor, i: slice, j: slice) -> Tensor:  # (G, rep · R, C)
+        """Write scale · Q Kᵀ, or with a cap c tanh(scale · Q Kᵀ / c)."""
+        query, key, scale, _ = self._logits
+        # no beta = b: oneDNN compiles a product for each of its values, thus for each length
+        alpha = scale / (self.problem.softcap or 1.0)
+        torch.baddbmm(out, self.rows(query, i), key[:, j].mT, beta=0, alpha=alpha, out=out)
+        return out.tanh_() if self.problem.softcap else out
+
     def weights(self, memory: Tensor, i: slice, j: slice) -> Tensor:  # (G, rep · R, C)
         """Return σ(scale · Q Kᵀ + b + …) of queries i and keys j, before dropout, in the memory."""
-        problem, bias, p = self.problem, self._logits[3], self.tile(memory, i, j)
+        problem, bias, p = self.problem, self._logits[3], self.logits(self.tile(memory, i, j), i, j)
         mask, slopes, offset = problem.attn_mask, problem.alibi_slopes, problem.query_offset
-        self._write_product(p, i, j)
         if problem.softcap:
-            p.tanh_().mul_(problem.softcap)
+            p.mul_(problem.softcap)
         if isinstance(bias, Tensor):
             self.by_head(p, i, j).add_(rows_of(bias, i))
         elif bias != 0:
@@ -285,20 +294,10 @@ class Tiles:
         if slopes is not None:
             term = alibi(slopes, (i.start + offset, i.stop + offset), (j.start, j.stop), p.dtype)
             self.by_head(p, i, j).add_(term)
-        self.hide(p.sigmoid_(), i, j)
+        p.sigmoid_()
+        if self.may_hide:
+            self.hide(p, i, j)
         return p
-
-    def slope_of_cap(self, out: Tensor, i: slice, j: slice) -> Tensor:  # (G, rep · R, C)
-        """Write the derivative of the cap, 1 - tanh². NaN becomes 0: if its key is visible, dS is NaN already."""
-        self._write_product(out, i, j)
-        return out.tanh_().square_().neg_().add_(1).nan_to_num_(0.0)
-
-    def _write_product(self, out: Tensor, i: slice, j: slice) -> None:
-        """Write scale · Q Kᵀ, divided by ``softcap`` if there is one."""
-        query, key, scale, _ = self._logits
-        # no beta = b: oneDNN compiles a product for each of its values, thus for each length
-        alpha = scale / (self.problem.softcap or 1.0)
-        torch.baddbmm(out, self.rows(query, i), key[:, j].mT, beta=0, alpha=alpha, out=out)
 
     def hide(self, p: Tensor, i: slice, j: slice) -> None:
         """Set the weights, or their gradients, of hidden keys to 0, whatever they are.
@@ -306,8 +305,6 @@ class Tiles:
         Keys beyond ``key_lengths`` are hidden with ``normalize`` only: else it is enough that they and their values are
         0.
         """
-        if not self._may_hide:
-            return
         problem, p = self.problem, p.view(self.batch, self.heads, -1, p.shape[2])
         rows, columns = problem.query.shape[2] - i.start, problem.key.shape[2] - j.start  # that exist
         if p.shape[2] > rows:  # rows of padding, whose weights are NaN where a key is
@@ -342,6 +339,7 @@ class Tiles:
 
 def new_memory(problem: Problem, tiling: Tiling) -> Tensor:
     """Return memory for a tile."""
+    keep_memory_warm()
     heads = tiling.samples * tiling.heads * (problem.query.shape[1] // problem.key.shape[1])
     return problem.query.new_empty(heads * tiling.rows * tiling.columns, dtype=tiling.dtype)
 
