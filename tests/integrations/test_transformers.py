@@ -56,13 +56,16 @@ def test_outputs_and_gradients_are_the_formula_s(kind, bias):
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "bart"])
 def test_generation_is_the_formula_s(kind):
-    """Dynamic, static and no cache and beams, with windows and padding; caches of decoder and encoder."""
+    """Dynamic, static and no cache and beams, with windows and padding; caches of decoder and encoder.
+
+    A server passes ``tokenizer`` to each call, which reaches the layers.
+    """
     ours, inputs = sigmoid_model(kind, "learned"), inputs_of(kind)
     theirs, common = with_formula(ours), {"max_new_tokens": 8, "do_sample": False}
     expected = theirs.generate(**inputs, **common, use_cache=False)
     static = [{"cache_implementation": "static"}] if kind in DECODERS else []
     for how in ({}, {"use_cache": False}, *static):
-        assert torch.equal(ours.generate(**inputs, **common, **how), expected), how
+        assert torch.equal(ours.generate(**inputs, **common, **how, tokenizer=object()), expected), how
     beams = {**common, "num_beams": 3}
     assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
     if kind in DECODERS:

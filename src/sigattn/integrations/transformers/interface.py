@@ -28,7 +28,7 @@ _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_S
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
     "cache_position", "deterministic", "grid_thw", "input_ids", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "seq_idx", "use_cache",
+    "return_dict", "seq_idx", "tokenizer", "use_cache",
 }  # fmt: skip
 
 
