@@ -19,6 +19,7 @@ from sigattn.models import LanguageModel, LanguageModelConfig, saving
 from sigattn.nn import (
     AlibiKeysBias,
     BatchLengthBias,
+    ContextLengthBias,
     LearnableBias,
     QuadraticBias,
     QueryBias,
@@ -80,6 +81,20 @@ def sigmoid_of(layer, x, bias, mask=True):
     return layer.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+CALLS_WITH_OWN_BACKWARD = {
+    "checkpoint": lambda _, x: checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False),
+    "reentrant checkpoint": lambda _, x: checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=True),
+    "autograd function": lambda _, x: Recomputed.apply(x),
+    "held autograd function": lambda layer, x: layer.function(x),
+}
+
+
 class TestLayersThatCallTheFunction:
     @pytest.mark.parametrize(("example", "bias"), [(None, None), ((X,), -2.0), ({"x": X}, None)])
     def test_the_output_is_the_formula_s_and_the_weights_stay(self, example, bias):
@@ -139,36 +154,25 @@ class TestLayersThatCallTheFunction:
         assert [type(m) for m in model.modules()] == before
         replace(model, keep=["1"])
 
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_a_checkpointed_call_of_the_function_is_refused(self, reentrant):
-        """It is repeated in the backward pass, after the forward; so is a method of the layer, which is replaced."""
-
-        class Checkpointed(nn.Module):
-            def forward(self, x):
-                function = self.around if around else F.scaled_dot_product_attention
-                return checkpoint(function, x, x, x, use_reentrant=reentrant)
-
-            def around(self, q, k, v):
-                return F.scaled_dot_product_attention(q, k, v)
-
-        layer, x = Checkpointed(), X.clone().requires_grad_()
-        replace(layer, bias=-1.0)
-        around = False
+    @pytest.mark.parametrize("call", CALLS_WITH_OWN_BACKWARD)
+    def test_a_call_with_a_backward_pass_of_its_own_is_refused(self, call):
+        """It would be softmax's, or repeat the call after the forward."""
+        layer = type("Layer", (nn.Module,), {"forward": CALLS_WITH_OWN_BACKWARD[call]})()
+        layer.function = Recomputed.apply
+        assert len(replace(nn.Sequential(FusedAttention(), layer))) == 2
         with pytest.raises(
-            RuntimeError, match=r"Checkpointed .* calls torch.utils.checkpoint, .*, around its attention fun"
+            RuntimeError, match=r"Layer .* torch.utils.checkpoint, or an autograd.Function, around its attention fun"
         ):
-            layer(x)
-        around = True
-        layer(x).sum().backward()
-        checkpointed, x.grad = x.grad, None
-        (((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).sum()).backward()
-        torch.testing.assert_close(checkpointed, x.grad)
+            layer(X.clone().requires_grad_())
 
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    @pytest.mark.parametrize(("kind", "compiler"), [("method", "eager"), ("local", "aot_eager"), ("function", "eager")])
-    def test_compiled_checkpoints(self, kind, compiler):
-        """torch.compile traces a checkpointed function outside of the layer's mode, and repeats it in the backward."""
+    @pytest.mark.parametrize(
+        ("kind", "compiler"),
+        [("method", None), ("reentrant", None), ("method", "eager"), ("local", "aot_eager"), ("function", "eager")],
+    )
+    def test_checkpoints_that_are_served(self, kind, compiler):
+        """A method of the layer; and all where torch.compile traces a function outside of the layer's mode."""
 
         class Checkpointed(nn.Module):
             def forward(self, x):
@@ -177,7 +181,7 @@ class TestLayersThatCallTheFunction:
 
                 if kind == "function":
                     return checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
-                return checkpoint(inside if kind == "local" else self.around, x, use_reentrant=False)
+                return checkpoint(inside if kind == "local" else self.around, x, use_reentrant=kind == "reentrant")
 
             def around(self, x):
                 return F.scaled_dot_product_attention(x, x, x)
@@ -185,41 +189,10 @@ class TestLayersThatCallTheFunction:
         layer, x = Checkpointed(), X.clone().requires_grad_()
         replace(layer, bias=-1.0)
         torch.compiler.reset()
-        (grad,) = torch.autograd.grad(torch.compile(layer, backend=compiler)(x).square().sum(), x)
+        function = layer if compiler is None else torch.compile(layer, backend=compiler)
+        function(x).square().sum().backward()  # torch.autograd.grad does not support reentrant checkpoints
         (expected,) = torch.autograd.grad(((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).square().sum(), x)
-        torch.testing.assert_close(grad, expected)
-
-    def test_a_call_in_an_autograd_function_is_refused(self):
-        """Its backward pass is softmax's, or repeats the call after the forward."""
-
-        class Recomputed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return F.scaled_dot_product_attention(x, x, x)
-
-            @staticmethod
-            def backward(ctx, grad):
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                with torch.enable_grad():
-                    return torch.autograd.grad(F.scaled_dot_product_attention(x, x, x), x, grad)
-
-        class Layer(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.function = Recomputed.apply
-
-            def forward(self, x):
-                return self.function(x)
-
-        class Direct(nn.Module):
-            def forward(self, x):
-                return Recomputed.apply(x)
-
-        for layer in (Layer(), Direct()):
-            assert len(replace(nn.Sequential(FusedAttention(), layer))) == 2
-            with pytest.raises(RuntimeError, match=r" .* or an autograd.Function, around its attention function"):
-                layer(X)
+        torch.testing.assert_close(x.grad, expected)
 
 
 class Inherits(nn.MultiheadAttention):
@@ -417,6 +390,9 @@ def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recor
     torch.testing.assert_close(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
     with pytest.raises(ValueError, match="BertModel has sigmoid attention already"):
         replace(model)
+    model = transformers.BertModel(config)
+    convert(model, bias=ContextLengthBias(7))
+    assert model.config.sigmoid_bias == pytest.approx(-math.log(7) - 6)  # numbers are as given, rules are 6 less
 
 
 def test_a_model_of_this_library_is_saved_as_sigmoid(tmp_path):

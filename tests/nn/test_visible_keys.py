@@ -52,6 +52,14 @@ def test_padding_is_not_counted(layer, mask, padded):
         torch.testing.assert_close(layer(alone), (q @ k.mT / 2 - math.log(length)).sigmoid() @ v)
 
 
+def test_keys_that_any_head_and_query_sees_are_counted(layer):
+    x, mask = torch.randn(2, 5, E), torch.zeros(2, H, 5, 5, dtype=torch.bool)
+    mask[..., 0] = mask[0, 1, 2, 3] = mask[0, 2, 4, 1] = True
+    q, k, v = layer.heads(x)
+    logits = q @ k.mT / 2 - torch.tensor([3.0, 1.0]).log().view(2, 1, 1, 1)
+    torch.testing.assert_close(layer(x, attn_mask=mask), logits.sigmoid().masked_fill(~mask, 0) @ v)
+
+
 @pytest.mark.parametrize("bias", [None, VisibleKeysBias()])
 def test_a_position_bias_hides_nothing(bias):
     layer, x, penalty = Attend(), torch.randn(2, 5, E), torch.linspace(-70, 70, H * 25).view(1, H, 5, 5)

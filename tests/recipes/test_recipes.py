@@ -167,7 +167,7 @@ def test_guide_equals_the_papers_table():
         *((f"vit-{objective}", ("vision", objective)) for objective in ("supervised", "byol", "simclr", "mae")),
         ("asr-ls960", ("speech",)),
         ("lm-1b-2k", ("language", None, 2048)),
-        ("lm-1b-4k", ("language", None, 4096)),
+        ("lm-1b-4k", ("language", None, 2049)),
     ],
 )
 def test_recipes_follow_recommend(name, arguments):

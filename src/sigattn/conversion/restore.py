@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from sigattn.conversion.modules import ModuleAdapter
 from sigattn.conversion.report import ConversionError
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
-_ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a layer
+_BIAS_KEY = re.compile(r"(?:(.+)\.)?(?:sigmoid_bias|attention_bias)\.(.+)")  # layer and parameter
 
 
 @torch.inference_mode(False)  # or the biases could not be trained
@@ -37,7 +38,11 @@ def restore(
     """
     first_names: dict[nn.Module, str] = {}  # a state dict has all names of a shared layer, ``layers`` the first
     aliases = {n: first_names.setdefault(m, n) for n, m in model.named_modules(remove_duplicate=False)}
-    biases = {aliases.get(name, name): _bias(parameters) for name, parameters in _parameters(state).items()}
+    parameters: dict[str, dict[str, Tensor]] = {}
+    for key in filter(None, map(_BIAS_KEY.fullmatch, state)):
+        name = key[1] or ""
+        parameters.setdefault(aliases.get(name, name), {})[key[2]] = state[key[0]]
+    biases = {name: _bias(tensors) for name, tensors in parameters.items()}
     refuse_distributed(model)
     adapter = ModuleAdapter(model, example)
     names = adapter.layers()
@@ -50,16 +55,6 @@ def restore(
         )
     adapter.swap(biases, True)
     model.load_state_dict(state)
-
-
-def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the parameters of the bias of each layer, by the layer's name."""
-    by_layer: dict[str, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        parts = key.split(".")
-        for i in (i for i, part in enumerate(parts[:-1]) if part in _ATTRIBUTES):
-            by_layer.setdefault(".".join(parts[:i]), {})[".".join(parts[i + 1 :])] = value
-    return by_layer
 
 
 def _bias(parameters: Mapping[str, Tensor]) -> VisibleKeysLinearBias:
