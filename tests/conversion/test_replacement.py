@@ -380,6 +380,7 @@ def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recor
     layer, x = model.encoder.layer[0].attention.self, torch.randn(2, 7, 16)
     q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
     out = (q @ k.mT * 8**-0.5 + (-math.log(7) if recorded == "log_visible" else recorded)).sigmoid() @ v
+    other = copy.deepcopy(model)
     report = replace(model, bias=bias)
     names = [f"encoder.layer.{i}.attention.self" for i in range(2)]
     assert report == [converted(name, type(layer).__name__, "attention interface") for name in names]
@@ -390,9 +391,8 @@ def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recor
     torch.testing.assert_close(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
     with pytest.raises(ValueError, match="BertModel has sigmoid attention already"):
         replace(model)
-    model = transformers.BertModel(config)
-    convert(model, bias=ContextLengthBias(7))
-    assert model.config.sigmoid_bias == pytest.approx(-math.log(7) - 6)  # numbers are as given, rules are 6 less
+    convert(other, bias=ContextLengthBias(7))
+    assert other.config.sigmoid_bias == pytest.approx(-math.log(7) - 6)  # numbers are as given, rules are 6 less
 
 
 def test_a_model_of_this_library_is_saved_as_sigmoid(tmp_path):
