@@ -66,6 +66,11 @@ WRONG = {
     "no bias": (cached(bias=None), TypeError, f"{NAME}: bias must be the number or tensor that the model was trained"),
     "cache bias": (cached(bias="-log n"), TypeError, f"{NAME}: bias, if not a tensor, must be a number"),
     "cache lengths": (cached(cache_seqlens=17), ValueError, "a cache of 16 keys for each sample cannot hold"),
+    "negative length": (
+        cached(key=CACHE[:, :1], value=CACHE[:, :1], cache_seqlens=torch.tensor([-1, 3])),
+        ValueError,
+        "the index of the first new key must lie in 0",
+    ),
     "length": (cached(cache_seqlens=1 << 70), ValueError, "cache_seqlens, if not a tensor, must lie in"),
     "cache causal": (cached(is_causal="no"), TypeError, "is_causal must be True or False, got 'no'"),
     "cache gradient": (cached(NEW.clone().requires_grad_()), RuntimeError, f"{NAME} has no gradient"),
