@@ -277,12 +277,10 @@ def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
     def losses(path, lines):
         setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
         (outcome,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
-        result = experiment_result()
-        experiment = Experiment("one", "One", "here", lambda _: result, lambda rows, scale: [])
-        written = pages.write_page(tmp_path / "page", experiment, setting, result, ABOUT)
-        assert [line.split(" (")[0] for line in written.data] == [str(path)]
-        assert f"--data {path}" in (tmp_path / "page" / "page.md").read_text()
-        return [row["loss"] for row in outcome.rows], written.data
+        page = written(tmp_path / "page", data=path, fingerprints=setting.fingerprints)
+        assert [line.split(" (")[0] for line in page.data] == [str(path)]
+        assert f"--data {path}" in page.command
+        return [row["loss"] for row in outcome.rows], page.data
 
     lines = []
     first = losses(texts[0], lines)
@@ -320,13 +318,17 @@ def test_what_a_scale_needs_is_named(names, scale, message, tmp_path):
             find_experiment(name).run(Setting(scale, 1, tmp_path))
 
 
+def written(folder, **setting):
+    """Return the page of an experiment without runs."""
+    experiment = Experiment("one", "One", "here", lambda _: experiment_result(), lambda rows, scale: [])
+    return pages.write_page(folder, experiment, Setting("small", 5, folder, **setting), experiment_result(), ABOUT)
+
+
 def test_longer_training(tmp_path):
     """Times the steps of the smaller scales, in the page and in its command."""
     assert Setting("small", 1, tmp_path, longer=4).steps(6, 300) == 1200
     assert Setting("paper", 1, tmp_path, longer=4).steps(6, 300, 5000) == 5000
-    experiment = Experiment("one", "One", "here", lambda _: experiment_result(), lambda rows, scale: [])
-    setting = Setting("small", 5, tmp_path, longer=4)
-    page = pages.write_page(tmp_path, experiment, setting, experiment_result(), ABOUT)
+    page = written(tmp_path, longer=4)
     assert page.extent == "Scale: small, 4 times its training, seeds: 5."
     assert page.command == "python -m experiments one --scale small --seeds 5 --longer 4"
 
@@ -334,30 +336,25 @@ def test_longer_training(tmp_path):
 class TestMoreSeeds:
     """Variants with more seeds than the others."""
 
-    @pytest.mark.usefixtures("without_checkpoints")
-    def test_only_the_named_variants_have_them(self, tmp_path):
-        """At every learning rate, and in the page and its command; runs of the smaller number are not repeated."""
-        lines = []
-        setting = Setting("smoke", 1, tmp_path, lines.append, more_seeds={"sigmoid, both, κ = 1": 2})
-        lr_sensitivity.compare_norms(replace(setting, more_seeds={}))
-        before = len(lines)
-        result = lr_sensitivity.compare_norms(setting)
-        assert sorted(line.partition(": ")[2] for line in lines[before:]) == [
-            f"sigmoid, both, κ = 1, {rate}, seed 1" for rate in (0.001, 0.1)
-        ]
-        numbers = {row["variant"]: [len(row["sensitivity"]), *map(len, row["losses"])] for row in result.data}
-        assert numbers.pop("sigmoid, both, κ = 1") == [2, 2, 2]
-        assert len(numbers) == 5
-        assert all(number == [1, 1, 1] for number in numbers.values())
-        page = pages.write_page(tmp_path / "page", find_experiment("lr-sensitivity"), setting, result, ABOUT)
-        assert page.extent == "Scale: smoke, seeds: 1; 2 of sigmoid, both, κ = 1."
-        assert "--seeds 1 --more-seeds 'sigmoid, both, κ = 1' 2" in (tmp_path / "page" / "page.md").read_text()
-        assert pages.read_pages(tmp_path) == [page]
+    def test_only_the_named_variants_have_them_at_every_rate(self, tmp_path, monkeypatch):
+        seeds = {}
 
-    def test_a_page_groups_variants_by_number(self):
-        about = {"findings": [], "has_figure": False, "provenance": ABOUT, "differs": "", "columns": [], "rows": []}
-        page = pages.Page("n", "N", "here", "small", 5, **about, more_seeds={"a, b": 20, "c": 9, "d": 20})
+        def train(setting, recipes, **_):
+            seeds.update({name: setting.num_seeds(name) for name in recipes})
+            raise InterruptedError
+
+        monkeypatch.setattr(sweep, "train_variants", train)
+        with pytest.raises(InterruptedError):
+            lr_sensitivity.compare_norms(Setting("smoke", 1, tmp_path, more_seeds={"sigmoid, both, κ = 1": 2}))
+        assert len(seeds) == 12
+        assert {name for name, number in seeds.items() if number == 2} == {
+            f"sigmoid, both, κ = 1, {rate}" for rate in (0.001, 0.1)
+        }
+
+    def test_a_page_groups_variants_by_number(self, tmp_path):
+        page = written(tmp_path, more_seeds={"a, b": 20, "c": 9, "d": 20})
         assert page.extent == "Scale: small, seeds: 5; 9 of c; 20 of a, b and of d."
+        assert "--seeds 5 --more-seeds 'a, b' 20 c 9 d 20" in (tmp_path / "page.md").read_text()
 
     @pytest.mark.parametrize("name", ["lr-sensitivity", "pair-repeat", "lm-stability"])
     def test_unknown_variants_are_refused_before_training(self, name, tmp_path):
