@@ -3,7 +3,7 @@
 Functions::
 
     sigmoid_attention         dense attention, with the arguments of F.scaled_dot_product_attention and more
-    sigmoid_varlen_attention  packed sequences, with the arguments of torch.nn.attention.varlen.varlen_attn and more
+    sigmoid_varlen_attention  packed sequences, with the first arguments of torch.nn.attention.varlen.varlen_attn
     sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged, that is appended to in place
     attention_statistics      row mass, output norm, largest logit and sparsity of a call
     FLOP_FORMULAS             for torch.utils.flop_counter.FlopCounterMode(custom_mapping=sigattn.FLOP_FORMULAS)

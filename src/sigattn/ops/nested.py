@@ -49,7 +49,7 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, qu
         )
     elif not query.shape[0] == key.shape[0] == value.shape[0]:
         message = "query, key and value must have the same batch size (dimension 0)"
-    elif key.shape[2] != value.shape[2]:
+    elif not has_equal_lengths(key, value):
         message = (
             "key and value must have the same lengths: make them with the same offsets tensor "
             "(torch.nested.nested_tensor_from_jagged)"
@@ -58,13 +58,15 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, qu
         validation.raise_error(_NAME, ValueError, message, **operands)
 
 
-def has_equal_lengths(query: Any, key: Any) -> bool:
-    """Return True if the sequences of query and key are known to be of the same lengths."""
-    if query.shape[2] == key.shape[2]:  # the same offsets tensor
+def has_equal_lengths(a: Any, b: Any) -> bool:
+    """Return True if the sequences of two nested tensors are of the same lengths.
+
+    If they were nested one by one, their offsets are read, which synchronises an accelerator. A compiled graph cannot
+    read them: False there.
+    """
+    if a.shape[2] == b.shape[2]:  # the same offsets tensor
         return True
-    if torch.compiler.is_compiling() or query.device.type != "cpu":
-        return False
-    return torch.equal(query.offsets(), key.offsets())
+    return not torch.compiler.is_compiling() and torch.equal(a.offsets(), b.offsets())
 
 
 def pack(query: Any, key: Any, value: Any) -> dict[str, Any]:
