@@ -72,6 +72,13 @@ def test_prompts_of_any_lengths(settings, lengths, new_tokens):
         assert torch.equal(row, greedy(model, prompt, new_tokens))
 
 
+def test_a_full_context_starts_again_from_its_last_half():
+    model, lengths = model_of({}), []
+    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.generate(torch.randint(11, (1, 24)), 4, temperature=0.0)
+    assert lengths == [24, 12, 1, 1]
+
+
 def test_stopping():
     model = model_of({})
     prompts = torch.randint(11, (4, 3))
