@@ -239,8 +239,9 @@ def nan_filled_memory(fill=True):
 
 @contextlib.contextmanager
 def path(name):
-    """Make a backend take one code path."""
+    """Make a backend take one code path; that of "triton" may have the same name as that of "blocked"."""
+    assert name in PATHS or name in KERNEL_PATHS, name
     with contextlib.ExitStack() as stack:
-        for (module, key), value in {**PATHS, **KERNEL_PATHS}[name].items():
+        for (module, key), value in {**PATHS.get(name, {}), **KERNEL_PATHS.get(name, {})}.items():
             stack.enter_context(mock.patch.object(module, key, value))
         yield
