@@ -1,11 +1,10 @@
-"""Packed sequences with keys in pages: each equals a call of its own."""
+"""Packed sequences with keys in pages: each equals a call of its own. (Compiled: tests/export.)"""
 
 import pytest
 import torch
 
 from sigattn import flash
 
-from ..ops.cases import COMPILER_NOISE
 from ..ops.truth import one_sequence
 
 LENGTHS_Q, LENGTHS_K, PAGE = [4, 0, 3, 1], [9, 2, 3, 0], 4
@@ -44,27 +43,6 @@ def test_pages(causal, bias):
     grad = torch.randn_like(truth)
     gradients = (torch.autograd.grad(t, given, grad) for t in (out, truth))
     torch.testing.assert_close((out, *next(gradients)), (truth, *next(gradients)))
-
-
-@pytest.mark.filterwarnings(*COMPILER_NOISE)
-def test_compiled_without_reading_lengths(unchecked):
-    """As on an accelerator, more rows are gathered than used; those beyond the last sequence have no effect."""
-    given = leaves(torch.float32)
-    cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
-
-    def attend(q, k, v, table):
-        return flash.flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, 4, 9, causal=True, block_table=table, sigmoid_bias=-1.0
-        )
-
-    want = attend(*given, TABLE)
-    ours = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, TABLE)
-    grad = torch.randn_like(want)
-    pairs = zip(
-        [ours, *torch.autograd.grad(ours, given, grad)], [want, *torch.autograd.grad(want, given, grad)], strict=True
-    )
-    for a, b in pairs:
-        torch.testing.assert_close(a, b)
 
 
 P = torch.randn(2, PAGE, 2, 8)

@@ -206,7 +206,7 @@ def test_trainer(tmp_path):
 
 def test_configurations(tmp_path):
     """Configurations of all kinds and their parts keep the choice: a sample, or all with SIGATTN_SWEEP=all (25 s)."""
-    kinds = sorted(CONFIG_MAPPING.keys())[:: 1 if os.environ.get("SIGATTN_SWEEP") == "all" else 20]
+    kinds = sorted(CONFIG_MAPPING.keys())[:: 1 if os.environ.get("SIGATTN_SWEEP") == "all" else 40]
     for kind in kinds:
         try:
             config = CONFIG_MAPPING[kind]()

@@ -78,13 +78,9 @@ class ProcessMesh:
                 kind, (data, context_parallel, tensor_parallel), mesh_dim_names=("batch", "context", "tensor")
             )
         return replace(
-            self,
-            mesh=mesh,
-            dp_rank=mesh.get_local_rank("data") // context_parallel,
-            dp_size=data,
-            tp_size=tensor_parallel,
-            cp_mesh=None if shared is None else shared["context"],
-        )
+            self, mesh=mesh, dp_rank=mesh.get_local_rank("data") // context_parallel, dp_size=data,
+            tp_size=tensor_parallel, cp_mesh=None if shared is None else shared["context"],
+        )  # fmt: skip
 
     def reduce_sum(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes with different samples or parts of samples."""

@@ -71,15 +71,9 @@ class ShardedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor,
-        slopes: Tensor | None,
-        problem: Problem,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, slopes: Tensor | None, problem: Problem,
         ring: Ring,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the output, (B, Hq, n, Dv)."""
         ctx.options, ctx.ring = problem._replace(**_NO_TENSORS), ring
         with torch.autocast(query.device.type, enabled=False):

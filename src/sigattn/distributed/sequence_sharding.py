@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -42,14 +43,9 @@ class SequenceSharding(NamedTuple):
     def visible_pairs(
         self, query_rank: int, key_rank: int, left: int, right: int
     ) -> list[tuple[slice, slice, range, range]]:
-        """Return the pairs of query and key segments of two processes that a window does not hide entirely.
+        """Return the pairs of segments of two processes, with queries and keys, that a window does not hide entirely.
 
-        Args:
-            query_rank, key_rank: ranks of the processes that hold the queries and the keys.
-            left, right: query i attends to keys i - left … i + right; -1 is unlimited.
-
-        Returns:
-            For each pair, the slices of the local queries and keys, and their positions in the whole sequence.
+        A pair has the slices of the local queries and keys, and their positions in the whole sequence.
         """
         pairs = []
         for rows, q in self._local_segments(query_rank):
@@ -61,8 +57,6 @@ class SequenceSharding(NamedTuple):
         return pairs
 
     def _local_segments(self, rank: int) -> list[tuple[slice, range]]:
-        segments, start = [], 0
-        for s in self.segments(rank):
-            segments.append((slice(start, start + len(s)), s))
-            start += len(s)
-        return segments
+        segments = self.segments(rank)
+        stops = itertools.accumulate(map(len, segments))
+        return [(slice(stop - len(s), stop), s) for s, stop in zip(segments, stops, strict=True)]

@@ -48,16 +48,15 @@ def sharded_cache_attention(
         RuntimeError: if a tensor requires a gradient, a process has ended, or the group's timeout has expired.
     """
     flash_validation.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
-    batch, _, heads, _ = q.shape
+    batch = q.shape[0]
     validation.integers(_NAME, "cache_seqlens", cache_seqlens, (batch,), "(B,)", q.device)
-    flash_validation.bias(_NAME, sigmoid_bias, q, batch)
-    _, softmax_scale, window, softcap = validation.numbers(_NAME, 0.0, softmax_scale, window_size, softcap)
-    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
-    validation.flag(_NAME, "normalize", normalize)
+    flash_validation.bias(_NAME, sigmoid_bias, q, batch)  # required
+    options = flash_validation.options(
+        _NAME, q, batch, KV_CACHE.backends, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False,
+        sigmoid_bias, None, backend, normalize,
+    )  # fmt: skip
     if normalize and backend == "reference":
         raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")
-    if alibi_slopes is not None:
-        validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)
     validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v)
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
     for seqlens in (cache_seqlens, cache_seqlens + new):
@@ -67,11 +66,8 @@ def sharded_cache_attention(
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
-    problem = make_problem(
-        KVCacheProblem, q, k_cache, v_cache, seqlens=ends.clamp(0, capacity), query_ends=ends,
-        bias=flash_validation.operator_bias(sigmoid_bias), is_causal=causal, scale=softmax_scale, window=window,
-        alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
-    )  # fmt: skip
+    seqlens = ends.clamp(0, capacity)
+    problem = make_problem(KVCacheProblem, q, k_cache, v_cache, seqlens=seqlens, query_ends=ends, **options)
     group, wide = mesh.get_group(), torch.promote_types(q.dtype, torch.float32)
     if not normalize:
         out = KV_CACHE(problem, backend).to(wide)

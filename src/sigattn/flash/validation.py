@@ -33,18 +33,12 @@ def options(
         validation.slopes(caller, alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
     if sigmoid_bias is not None:
         bias(caller, sigmoid_bias, q, batch, queries)
+    b = None if sigmoid_bias is None else operator_bias(sigmoid_bias)
     return {
-        "dropout_p": dropout_p,
-        "scale": scale,
-        "is_causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
-        "bias": None if sigmoid_bias is None else operator_bias(sigmoid_bias),
-        "precision": sigmoid_precision,
+        "dropout_p": dropout_p, "scale": scale, "is_causal": causal, "window": window, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "deterministic": deterministic, "bias": b, "precision": sigmoid_precision,
         "normalize": normalize,
-    }
+    }  # fmt: skip
 
 
 def operator_bias(bias: float | Tensor) -> float | Tensor:

@@ -20,18 +20,11 @@ ADDED = "_sigattn_added_masks"  # attribute of configurations: True if layers ad
 
 
 def sigmoid_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = False,
-    **kwargs: Any,
-) -> Tensor | None:  # (B, 1, N, M)
-    """Return a boolean mask, True where a key is visible, or None if all keys are.
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+    local_size: int | None = None, allow_is_causal_skip: bool = False, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """Return a boolean mask, (B, 1, N, M), True where a key is visible, or None if all keys are.
 
     It is one of numbers, as for transformers' eager attention, where a layer of the configuration adds it to logits.
     The arguments are those of ``transformers.masking_utils.sdpa_mask``. ``allow_is_causal_skip`` says that
