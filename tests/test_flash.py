@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sigattn import flash, set_sigmoid_precision
@@ -106,9 +106,18 @@ def gradients(out, leaves):
     return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), found, strict=True)}
 
 
+EVERY_SHAPE = {  # options of each sequence, which few random cases have
+    "lengths": ([7, 2, 16], [9, 2, 31]), "heads": (4, 2), "d": 8, "dv": 13, "dtype": torch.float64, "causal": True,
+    "window": (-1, -1), "slopes": "sample", "bias": "sequence", "scale": None, "softcap": 0.0, "mask": "float",
+    "mask of": (True, True, True, True), "normalize": False, "beyond": 3, "seed": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
 @fuzz(40)
 @given(case=packed_cases())
+@example(case=EVERY_SHAPE)
+@example(case={**EVERY_SHAPE, "bias": "both", "slopes": "head", "mask": None, "normalize": True, "softcap": 15.0})
 def test_packed_sequences_match_the_formula(backend, case):
     check_packed(backend, "as users meet it", case)
 

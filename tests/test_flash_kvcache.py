@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sigattn.flash import flash_attn_with_kvcache
@@ -168,9 +168,20 @@ class Call:
         return torch.nn.functional.pad(mask, (keys - mask.shape[2], 0), value=visible)
 
 
+EVERY_SHAPE = {  # options of each sample, which few random cases have
+    "held": [3, 33, 0], "new": 2, "n": 2, "page": 7, "picked": False, "leftpad": [1, 5, 0], "heads": (4, 2), "d": 8,
+    "dv": 13, "dtype": torch.float64, "causal": True, "window": (-1, -1), "slopes": "sample", "bias": "sample",
+    "scale": None, "softcap": 0.0, "normalize": False, "rotary": "halves", "layout": "length first", "splits": 0,
+    "mask": "float", "mask of": (True, True, True, 5), "seed": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
 @fuzz(50)
 @given(case=cases())
+@example(case=EVERY_SHAPE)
+@example(case={**EVERY_SHAPE, "bias": "both", "leftpad": None, "page": None, "picked": True, "mask": None})
+@example(case={**EVERY_SHAPE, "bias": "query", "rotary": "interleaved", "normalize": True, "slopes": "head"})
 def test_every_option(backend, case):
     check(backend, case)
 
