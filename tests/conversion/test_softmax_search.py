@@ -122,10 +122,7 @@ class Default(Mixer):
 
 
 class Helper:
-    """No layer, and no module, as the processors of diffusers."""
-
-    def __call__(self, q, k, v):
-        return fused(q, k, v)
+    """No layer, and no module."""
 
     @staticmethod
     def static(q, k, v):
@@ -138,7 +135,14 @@ class Helper:
         return eager(q, k, v)
 
 
-class EagerHelper:
+class Processor:
+    """As those of diffusers."""
+
+    def __call__(self, q, k, v):
+        return fused(q, k, v)
+
+
+class EagerProcessor:
     def __call__(self, q, k, v):
         return eager(q, k, v)
 
@@ -162,8 +166,8 @@ SERVED = {
     "of another class": mixer(lambda self, q, k, v: Helper.static(q, k, v)),
     "of an object": mixer(lambda self, q, k, v: helper.method(q, k, v)),
     "of a held object": mixer(lambda self, q, k, v: self.processor.method(q, k, v), processor=Helper),
-    "a held object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=Helper),
-    "a new object": mixer(lambda self, q, k, v: Helper()(q, k, v)),
+    "a held object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=Processor),
+    "a new object": mixer(lambda self, q, k, v: Processor()(q, k, v)),
 }  # fmt: skip
 
 
@@ -221,7 +225,7 @@ WRITTEN = {
     "further away": mixer(lambda self, q, k, v: eager_further_away(q, k, v)),
     "decorated": mixer(lambda self, q, k, v: decorated(q, k, v)),
     "in a table": mixer(lambda self, q, k, v: KINDS["eager"](q, k, v)),
-    "object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=EagerHelper),
+    "object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=EagerProcessor),
     "lambda": mixer(lambda self, q, k, v: self.stored(q, k, v), stored=lambda: lambda *qkv: eager(*qkv)),
     "compiled": mixer(lambda self, q, k, v: self.stored(q, k, v),
                       stored=lambda: torch.compile(eager, backend="eager")),
