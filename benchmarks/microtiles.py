@@ -19,6 +19,7 @@ from benchmarks.provenance import BenchmarkError, describe, write
 from benchmarks.tables import print_rows
 from sigattn.ops.llvm.compilation import optimize
 from sigattn.ops.llvm.processor import AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Processor
+from sigattn.validation import check_at_least
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 # processor and its registers; float32 multiply-adds in a cycle, by its vendor; what LLVM's description lacks
@@ -55,14 +56,18 @@ class MicrotileBenchmark:
     """Configuration of the model of microtiles.
 
     Attributes:
-        microtiles: (rows, vectors) to model instead of each processor's own.
+        rows, columns: size of the microtile, in numbers and vectors, instead of each processor's own.
         llvm_mca: the program, of LLVM 19 or later, with which it knows every processor here.
         results: file for the results (JSON).
     """
 
-    microtiles: tuple[tuple[int, int], ...] = ()
+    rows: int | None = None
+    columns: int | None = None
     llvm_mca: str = "llvm-mca"
     results: Path = Path("runs/benchmarks/microtiles.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "rows", "columns")
 
 
 def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
@@ -78,12 +83,11 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
     binding.initialize_all_asmprinters()
     rows = []
     for processor, peak, note in PROCESSORS:
-        own = (processor.registers.rows, processor.registers.columns)
-        for size in config.microtiles or (own,):
-            registers = processor.registers._replace(rows=size[0], columns=size[1])
-            for per_word in (1, 2) if registers.has_bf16 else (1,):
-                row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
-                rows.append({**row, "note": note if per_word == 2 or not note.startswith("bfloat16") else ""})
+        own = processor.registers
+        registers = own._replace(rows=config.rows or own.rows, columns=config.columns or own.columns)
+        for per_word in (1, 2) if registers.has_bf16 else (1,):
+            row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
+            rows.append({**row, "note": note if per_word == 2 or not note.startswith("bfloat16") else ""})
     print_rows("multiply-adds in a cycle, by llvm-mca", rows, _COLUMNS)
     version = next(line for line in _run([config.llvm_mca, "--version"]).splitlines() if "version" in line)
     report = describe("microtiles", asdict(config)) | {"llvm-mca": version, "rows": rows}

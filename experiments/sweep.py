@@ -22,6 +22,7 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics
+from sigattn.train.checkpoint import CheckpointError
 from sigattn.train.folder_lock import LOCK_FILE, lock_folder
 from sigattn.train.loop import NonFiniteLossError
 
@@ -80,9 +81,12 @@ class Outcome:
         model = saving.load(self.folder / "model").eval()
         if step is not None:
             path = self.folder / "checkpoints" / f"step-{step:08d}"
-            (file,) = path.glob("*.safetensors")
-            check_files(path, [file.name])
-            weights = {n.removeprefix("model."): t for n, t in load_file(file).items() if n.startswith("model.")}
+            names = [file.name for file in path.glob("*.safetensors")]
+            if len(names) != 1:
+                raise CheckpointError(f"cannot read the checkpoint {path}: it has {len(names)} files of weights, not 1")
+            check_files(path, names)
+            tensors = load_file(path / names[0])
+            weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
             model.load_state_dict(weights)
         return model
 
