@@ -103,17 +103,17 @@ def spoken_digits(
 
 def _draw_string(speakers: list[list[Utterance]], longest: int, generator: torch.Generator) -> Utterance:
     """Draw a speaker and 1 to ``longest`` of the speaker's digits."""
-
-    def draw(limit: int) -> int:
-        return int(torch.randint(limit, (), generator=generator))
-
-    digits = speakers[draw(len(speakers))]
-    drawn = [digits[draw(len(digits))] for _ in range(1 + draw(longest))]
+    digits = speakers[_draw(len(speakers), generator)]
+    drawn = [digits[_draw(len(digits), generator)] for _ in range(1 + _draw(longest, generator))]
     return Utterance(
         tuple(piece for digit in drawn for piece in digit.pieces),
         " ".join(digit.text for digit in drawn),
         sum(digit.seconds for digit in drawn),
     )
+
+
+def _draw(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(limit, (), generator=generator))
 
 
 def _lines(file: Path) -> list[str]:
