@@ -8,12 +8,4 @@ from sigattn.conversion.api import convert
 from sigattn.conversion.report import ConversionError, ConversionReport, HeadReport, LayerReport, SoftmaxLayer
 from sigattn.conversion.restore import restore
 
-__all__ = [
-    "ConversionError",
-    "ConversionReport",
-    "HeadReport",
-    "LayerReport",
-    "SoftmaxLayer",
-    "convert",
-    "restore",
-]
+__all__ = ["ConversionError", "ConversionReport", "HeadReport", "LayerReport", "SoftmaxLayer", "convert", "restore"]

@@ -6,12 +6,6 @@ from sigattn.distributed.sharded_attention import ContextParallelShard, context_
 from sigattn.distributed.sharded_cache import sharded_cache_attention
 
 __all__ = [
-    "ContextParallelShard",
-    "ProcessMesh",
-    "SequenceSharding",
-    "context_parallel",
-    "context_parallel_attention",
-    "init_process_mesh",
-    "sharded_cache_attention",
-    "shutdown",
-]
+    "ContextParallelShard", "ProcessMesh", "SequenceSharding", "context_parallel", "context_parallel_attention",
+    "init_process_mesh", "sharded_cache_attention", "shutdown",
+]  # fmt: skip

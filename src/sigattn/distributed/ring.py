@@ -156,13 +156,9 @@ def _visible_parts(ring: Ring, problem: Problem, owner: int) -> Iterator[tuple[P
     for rows, columns, q, k in pairs:
         lengths = None if problem.key_lengths is None else (problem.key_lengths - k.start).clamp(0, len(k))
         part = problem._replace(
-            query=problem.query[:, :, rows],
-            key=problem.key[:, :, columns],
-            value=problem.value[:, :, columns],
-            bias=select_rows(problem.bias, rows),
-            key_lengths=lengths,
-            query_offset=q.start - k.start,
-        )
+            query=problem.query[:, :, rows], key=problem.key[:, :, columns], value=problem.value[:, :, columns],
+            bias=select_rows(problem.bias, rows), key_lengths=lengths, query_offset=q.start - k.start,
+        )  # fmt: skip
         yield part, rows, columns
 
 

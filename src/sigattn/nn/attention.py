@@ -88,25 +88,12 @@ class Attention(nn.Module):
     tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        activation: Activation,
-        attention_bias: AttentionBias | float | None,
-        normalize: bool = False,
-        num_kv_heads: int | None = None,
-        qk_norm: Norm = "rms",
-        position: RotaryEmbedding | Alibi | None = None,
-        causal: bool | None = None,
-        window: tuple[int, int] | None = None,
-        temperature: float | None = None,
-        length_power: float = 0.0,
-        output_norm: Norm = "none",
-        dropout: float = 0.0,
-        kv_embed_dim: int | None = None,
-        use_bias: bool = False,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, *, activation: Activation, attention_bias: AttentionBias | float | None,
+        normalize: bool = False, num_kv_heads: int | None = None, qk_norm: Norm = "rms",
+        position: RotaryEmbedding | Alibi | None = None, causal: bool | None = None,
+        window: tuple[int, int] | None = None, temperature: float | None = None, length_power: float = 0.0,
+        output_norm: Norm = "none", dropout: float = 0.0, kv_embed_dim: int | None = None, use_bias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim})
@@ -246,17 +233,11 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         spec = MaskSpec(
-            self.causal,
-            self.window,
-            key_lengths,
-            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
-            bias=0.0,
-            dropout=self.dropout if self.training and cache is None else 0.0,
-            query_offset=query_offset,
-            documents=documents,
-            left_padding=left_padding,
-            normalize=self.normalize,
-        )
+            self.causal, self.window, key_lengths,
+            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None, bias=0.0,
+            dropout=self.dropout if self.training and cache is None else 0.0, query_offset=query_offset,
+            documents=documents, left_padding=left_padding, normalize=self.normalize,
+        )  # fmt: skip
         num_keys = key.shape[2]
         spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))
         out = self._attend(query, key, value, spec)
@@ -272,13 +253,9 @@ class Attention(nn.Module):
         return result
 
     def _check_call(
-        self,
-        x: Tensor,
-        kv_input: Tensor | None,
-        key_lengths: Tensor | None,
-        cache: KVCache | None,
+        self, x: Tensor, kv_input: Tensor | None, key_lengths: Tensor | None, cache: KVCache | None,
         documents: Documents | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raise ValueError for arguments of ``forward`` of other shapes, or that exclude each other or an option."""
         source = x if kv_input is None else kv_input
         for name, t, features in (("x", x, self.embed_dim), ("kv_input", source, self.kv_embed_dim)):
@@ -315,12 +292,7 @@ class Attention(nn.Module):
             )
 
     def _project(
-        self,
-        x: Tensor,
-        kv_input: Tensor,
-        query_offset: int,
-        left_padding: Tensor | None,
-        documents: Documents | None,
+        self, x: Tensor, kv_input: Tensor, query_offset: int, left_padding: Tensor | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, Hq, N, D), keys and values (B, Hkv, M, D), after norms, positions and temperature."""
         query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
@@ -363,12 +335,9 @@ class Attention(nn.Module):
         shard = self.sequence_shard
         b: float | Tensor = rule(
             *((query.shape[2], num_keys) if shard is None else (shard.length, shard.length)),
-            query_offset=spec.query_offset,
-            key_lengths=spec.key_lengths,
-            device=query.device,
-            visible=visible,
+            query_offset=spec.query_offset, key_lengths=spec.key_lengths, device=query.device, visible=visible,
             query=query if rule.needs_query else None,
-        )
+        )  # fmt: skip
         if shard is not None and isinstance(b, Tensor) and b.dim() > 1 and b.shape[-2] == shard.length > 1:
             b = b.index_select(-2, shard.positions(query.device))
         return rule.of_call(b, self.normalize)

@@ -53,16 +53,9 @@ class AttentionBias(nn.Module):
     full_precision = True
 
     def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
-        visible: Tensor | None = None,
-        query: Tensor | None = None,
-    ) -> float | Tensor:
+        self, num_queries: int, num_keys: int, *, query_offset: int = 0, key_lengths: Tensor | None = None,
+        device: torch.device, visible: Tensor | None = None, query: Tensor | None = None,
+    ) -> float | Tensor:  # fmt: skip
         """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
         Args:

@@ -168,13 +168,9 @@ def _sigmoid(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tenso
     if spec.documents is not None and not of_queries:  # the kernels for packed sequences have one bias for a sequence
         return _sigmoid_of_documents(query, key, value, spec, spec.documents)
     return sigmoid_attention(
-        *(query, key, value, spec.attn_mask(key.shape[2])),
-        dropout_p=spec.dropout,
-        enable_gqa=True,
-        query_offset=spec.query_offset,
-        key_lengths=spec.key_lengths,
-        **spec.operator_options(),
-    )
+        *(query, key, value, spec.attn_mask(key.shape[2])), dropout_p=spec.dropout, enable_gqa=True,
+        query_offset=spec.query_offset, key_lengths=spec.key_lengths, **spec.operator_options(),
+    )  # fmt: skip
 
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
@@ -198,14 +194,9 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, spec: MaskS
 def make_problem(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Problem:
     """Return the operator's problem of the call, in autocast's dtype if autocast is on."""
     return problems.make_problem(
-        Problem,
-        *cast_operands(query, key, value),
-        attn_mask=spec.attn_mask(key.shape[2]),
-        dropout_p=spec.dropout,
-        key_lengths=spec.key_lengths,
-        query_offset=spec.query_offset,
-        **spec.operator_options(),
-    )
+        Problem, *cast_operands(query, key, value), attn_mask=spec.attn_mask(key.shape[2]), dropout_p=spec.dropout,
+        key_lengths=spec.key_lengths, query_offset=spec.query_offset, **spec.operator_options(),
+    )  # fmt: skip
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:

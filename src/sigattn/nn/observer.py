@@ -55,15 +55,9 @@ class CallObserver:
         self.attend: Attend = attend
 
     def answer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        softmax: Callable[[], Any],
-        normalized: Callable[[AttentionBias], Any],
-        **options: Any,
-    ) -> Any:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Callable[[], Any],
+        normalized: Callable[[AttentionBias], Any], **options: Any,
+    ) -> Any:  # fmt: skip
         """Return the result of a call.
 
         Args:

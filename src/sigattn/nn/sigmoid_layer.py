@@ -213,17 +213,10 @@ def sigmoid_weights(layer: SigmoidLayer, call: WrittenSoftmax) -> Tensor:
 
 
 def sigmoid_sdpa(
-    sigmoid_bias: AttentionBias | CallObserver | None,
-    normalize: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    sigmoid_bias: AttentionBias | CallObserver | None, normalize: bool, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``F.scaled_dot_product_attention`` with sigmoid attention, with PyTorch's signature.
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
@@ -233,13 +226,10 @@ def sigmoid_sdpa(
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
     if isinstance(sigmoid_bias, CallObserver):
         return sigmoid_bias.answer(
-            *(query, key, value, attn_mask),
-            softmax=lambda: SDPA(*arguments, **options),
-            normalized=lambda bias: sigmoid_sdpa(bias, True, *arguments, **options),
-            is_causal=is_causal,
-            window=window,
+            *(query, key, value, attn_mask), softmax=lambda: SDPA(*arguments, **options),
+            normalized=lambda bias: sigmoid_sdpa(bias, True, *arguments, **options), is_causal=is_causal, window=window,
             scale=scale,
-        )
+        )  # fmt: skip
     bias = evaluate_bias(sigmoid_bias, query, key, attn_mask, normalize=normalize, is_causal=is_causal, window=window)
     options |= {"bias": bias, "window": window, "normalize": normalize}
     return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)

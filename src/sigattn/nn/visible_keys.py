@@ -42,15 +42,9 @@ def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -
 
 
 def evaluate_bias(
-    bias: AttentionBias | None,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None = None,
-    *,
-    normalize: bool,
-    is_causal: bool = False,
-    window: tuple[int, int] | None = None,
-) -> float | Tensor | None:
+    bias: AttentionBias | None, query: Tensor, key: Tensor, mask: Tensor | None = None, *, normalize: bool,
+    is_causal: bool = False, window: tuple[int, int] | None = None,
+) -> float | Tensor | None:  # fmt: skip
     """Return b of a bias for a call of an attention function.
 
     Args:
