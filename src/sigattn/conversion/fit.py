@@ -83,7 +83,6 @@ class BiasFit:
         self.sums: Tensor = torch.zeros(6, num_heads, dtype=torch.float64, device="cpu")
 
     def update(self, rows: RowStatistics) -> None:
-        """Add the rows of a call."""
         counted = rows.counted.double().cpu()
         x = rows.visible.double().cpu().log() * counted
         y = torch.where(rows.counted, -rows.lse, 0).double().cpu()

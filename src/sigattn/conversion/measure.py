@@ -33,7 +33,6 @@ class _LayerMeasurement:
         self.squares += _squared_norms(exact, fitted)
 
     def report(self, name: str, bias: VisibleKeysLinearBias) -> LayerReport:
-        """Return the report of the layer with its fitted bias."""
         count, total, square, missed, missed_square = self.moments
         variance, left = (s - t.square() / count.clamp(min=1) for s, t in ((square, total), (missed_square, missed)))
         r2 = torch.where(variance > 1e-9 * square, 1 - left / variance, torch.nan)
@@ -66,14 +65,9 @@ def measure_model(
 ) -> tuple[float | None, float | None, float | None]:
     """Return the effect of a conversion, of which ``attend`` answers the calls, on a model.
 
-    The outputs of one batch are in memory at a time.
-
-    Args:
-        runs: for each held-out batch, a function that runs the model on it and returns its loss.
-
-    Returns:
-        The change ‖y - y_softmax‖ / ‖y_softmax‖ of the outputs y, None if there are none or their shapes differ; and
-        the mean loss with softmax and converted, None if a batch has none.
+    Each of ``runs`` runs the model on a held-out batch and returns its loss. The effect is the change
+    ‖y - y_softmax‖ / ‖y_softmax‖ of the outputs y, None if there are none or their shapes differ; and the mean loss,
+    with softmax and converted, None if a batch has none. The outputs of one batch are in memory at a time.
     """
     squares, losses = torch.zeros(2, dtype=torch.float64, device="cpu"), []
     comparable, outputs = True, list[Tensor]()

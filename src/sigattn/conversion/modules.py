@@ -141,7 +141,6 @@ class ModuleAdapter(Adapter):
         return "materialised" if finding.call == SOFTMAX_NAME else "converted"
 
     def _refuse(self, findings: Sequence[Finding]) -> None:
-        """Raise for attention that cannot be converted."""
         if findings:
             advice = (
                 "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "

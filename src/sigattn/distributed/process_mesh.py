@@ -74,12 +74,11 @@ class ProcessMesh:
         mesh = init_device_mesh(kind, (data * context_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
         shared = None
         if context_parallel > 1:
-            shared = init_device_mesh(
-                kind, (data, context_parallel, tensor_parallel), mesh_dim_names=("batch", "context", "tensor")
-            )
+            sizes, names = (data, context_parallel, tensor_parallel), ("batch", "context", "tensor")
+            shared = init_device_mesh(kind, sizes, mesh_dim_names=names)["context"]
         return replace(
             self, mesh=mesh, dp_rank=mesh.get_local_rank("data") // context_parallel, dp_size=data,
-            tp_size=tensor_parallel, cp_mesh=None if shared is None else shared["context"],
+            tp_size=tensor_parallel, cp_mesh=shared,
         )  # fmt: skip
 
     def reduce_sum(self, value: Tensor) -> Tensor:

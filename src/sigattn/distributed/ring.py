@@ -25,20 +25,14 @@ from sigattn.ops.problem import Problem, new_row_sums, select_rows
 
 
 class Ring(NamedTuple):
-    """Processes that share sequences.
+    """Processes that share sequences."""
 
-    Attributes:
-        sharding: distribution of the positions. group: the processes.
-        backend: backend of the partial attention; None for the default.
-    """
-
-    sharding: SequenceSharding
+    sharding: SequenceSharding  # distribution of the positions
     group: ProcessGroup
-    backend: str | None
+    backend: str | None  # of the partial attention; None for the default
 
     @property
     def rank(self) -> int:
-        """Rank of this process within the group."""
         return dist.get_rank(self.group)
 
     def send_to_next(self, parts: Sequence[Tensor], owner: int) -> collectives.Transfer:
@@ -74,7 +68,6 @@ class ShardedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, slopes: Tensor | None, problem: Problem,
         ring: Ring,
     ) -> Tensor:  # fmt: skip
-        """Return the output, (B, Hq, n, Dv)."""
         ctx.options, ctx.ring = problem._replace(**_NO_TENSORS), ring
         with torch.autocast(query.device.type, enabled=False):
             total = _forward(ring, problem)
@@ -87,7 +80,6 @@ class ShardedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        """Return the gradients of the tensors."""
         *tensors, out, weights, row_sums = ctx.saved_tensors
         problem = ctx.options._replace(**dict(zip(_SAVED, tensors, strict=True)))
         needs = NeedsGrad(bias=ctx.needs_input_grad[3], alibi_slopes=ctx.needs_input_grad[4])

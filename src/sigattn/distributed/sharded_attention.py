@@ -112,7 +112,6 @@ class ContextParallelShard:
         return self.sharding.shard(whole, self.mesh.get_local_rank())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Call ``context_parallel_attention`` with this process's part and its options."""
         options |= {"mesh": self.mesh, "length": self.length, "balanced": self.sharding.balanced}
         return context_parallel_attention(query, key, value, enable_gqa=True, **options)
 

@@ -13,10 +13,8 @@ def rotate(
 ) -> Tensor:
     """Return x (B, N, H, D) with its first features rotated by the angles of its positions, starts (B,) + i.
 
-    Args:
-        cos, sin: (positions, rotary_dim / 2); on a CPU, ValueError is raised for positions that they do not contain.
-        interleaved: as in ``rotate_pairs``.
-        same_position: True if all rows of a sample have the position of the first.
+    The tables are (positions, rotary_dim / 2); on a CPU, ValueError is raised for positions that they do not contain.
+    With ``same_position`` all rows of a sample have the position of the first.
     """
     steps = torch.arange(x.shape[1], device=starts.device) * (not same_position)
     positions = starts.long()[:, None] + steps  # (B, N)

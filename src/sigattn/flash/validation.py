@@ -31,22 +31,12 @@ def options(
     validation.choice(caller, "backend", backend, tuple(backends))
     if alibi_slopes is not None:
         validation.slopes(caller, alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
-    if sigmoid_bias is not None:
-        bias(caller, sigmoid_bias, q, batch, queries)
-    b = None if sigmoid_bias is None else operator_bias(sigmoid_bias)
+    b = None if sigmoid_bias is None else bias(caller, sigmoid_bias, q, batch, queries)
     return {
         "dropout_p": dropout_p, "scale": scale, "is_causal": causal, "window": window, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "deterministic": deterministic, "bias": b, "precision": sigmoid_precision,
         "normalize": normalize,
     }  # fmt: skip
-
-
-def operator_bias(bias: float | Tensor) -> float | Tensor:
-    """Return the bias as the operators take it: a number, or (B or 1, Hq or 1, N or 1, 1)."""
-    if not isinstance(bias, Tensor):
-        return bias
-    shapes = {0: (1, 1, 1, 1), 1: (-1, 1, 1, 1), 2: (*bias.shape, 1, 1), 3: (*bias.shape, 1)}
-    return bias.reshape(shapes[bias.dim()])
 
 
 def refuse_weights(caller: str, return_attn_probs: bool) -> None:
@@ -108,12 +98,14 @@ def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int)
     return t.unbind(-3)
 
 
-def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None) -> None:
-    """Raise unless b is a number or a tensor (), (B,), (B or 1, Hq or 1) or, with ``queries``, one for each query."""
+def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None) -> float | Tensor:
+    """Return b as the operators take it, a number or (B or 1, Hq or 1, N or 1, 1); raise for another shape or type.
+
+    It must be a number or a tensor (), (B,), (B or 1, Hq or 1) or, with ``queries``, one for each query.
+    """
     heads = q.shape[-2]
     if not isinstance(b, Tensor):
-        scalars.real(caller, "sigmoid_bias, if not a tensor,", b)
-        return
+        return scalars.real(caller, "sigmoid_bias, if not a tensor,", b)
     if not b.is_floating_point():
         raise_error(caller, TypeError, "sigmoid_bias must be floating point", sigmoid_bias=b)
     full = (batch, heads) if queries is None or b.dim() < 3 else (batch, heads, queries)
@@ -124,3 +116,4 @@ def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None)
             message += f" or (B or 1, Hq or 1, N or 1) = ({batch} or 1, {heads} or 1, {queries} or 1)"
         raise_error(caller, ValueError, message, sigmoid_bias=b)
     validation.same_device(caller, "sigmoid_bias", b, q, "q")
+    return b.reshape({0: (1, 1, 1, 1), 1: (-1, 1, 1, 1), 2: (*b.shape, 1, 1), 3: (*b.shape, 1)}[b.dim()])

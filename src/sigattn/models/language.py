@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from sigattn.models.config import TransformerConfig
 from sigattn.models.generation import SamplingConfig, sample
 from sigattn.models.transformer import Transformer, residual_stream
+from sigattn.nn.attention import SequenceShard
 from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
@@ -22,7 +23,6 @@ from sigattn.nn.initialization import Initialization
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import SinusoidalEmbedding
-from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
 from sigattn.shapes import Float, Int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import NoneType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
 from sigattn.ops.proxies import record_module
@@ -27,6 +26,23 @@ from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_bool, check_finite, check_probability
 
 Record = Literal["nothing", "norm", "everything"]
+
+
+@runtime_checkable
+class SequenceShard(Protocol):
+    """Part of each sequence that this process holds under context parallelism (``sigattn.distributed``)."""
+
+    length: int  # of the whole sequence
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions that this process holds, (n,) integers."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return the output (B, Hq, n, Dv) of this process's queries over the whole sequence.
+
+        query is (B, Hq, n, D), key (B, Hkv, n, D) and value (B, Hkv, n, Dv): the parts that this process holds.
+        Options are is_causal, window, bias, alibi_slopes and normalize, as in ``sigattn.sigmoid_attention``.
+        """
 
 
 class Attention(nn.Module):
@@ -172,7 +188,20 @@ class Attention(nn.Module):
 
     def _check(self) -> None:
         """Raise for arguments that exclude each other, and warn of what the paper found not to train."""
-        _check_position(self.position, self.num_heads, self.head_dim)
+        position: object = self.position
+        if not isinstance(position, (RotaryEmbedding, Alibi, NoneType)):
+            raise TypeError(
+                f"Attention: position must be a RotaryEmbedding, an Alibi or None, got {position!r}; instead of "
+                "position='rope' of a configuration pass RotaryEmbedding(embed_dim // num_heads), instead of 'alibi' "
+                "Alibi(num_heads); other encodings, such as SinusoidalEmbedding, are added to the input of the first "
+                "layer"
+            )
+        if isinstance(position, RotaryEmbedding) and 2 * len(position.frequencies) != self.head_dim:
+            expected = f"RotaryEmbedding(embed_dim // num_heads) = RotaryEmbedding({self.head_dim})"
+            raise ValueError(f"Attention: position must be {expected}, got {position!r}")
+        if isinstance(position, Alibi) and position.num_heads != self.num_heads:
+            expected = f"Alibi(num_heads) = Alibi({self.num_heads})"
+            raise ValueError(f"Attention: position must be {expected}, got {position!r}")
         name = self.activation
         if name not in (*ELEMENTWISE, "softmax", "performer"):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
@@ -317,13 +346,9 @@ class Attention(nn.Module):
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def evaluate_bias(self, rule: AttentionBias | None, query: Tensor, num_keys: int, spec: MaskSpec) -> float | Tensor:
-        """Return b of a bias for a call of this layer: of this process's queries, under context parallelism.
+        """Return b of a bias, None for 0, for a call of this layer; its keys include cached ones.
 
-        Args:
-            rule: the bias, or None for 0.
-            query: (B, Hq, N, D), as multiplied with the keys.
-            num_keys: number of keys, cached ones included; of this process, under context parallelism.
-            spec: mask of the call.
+        Under context parallelism query, (B, Hq, N, D), as multiplied with the keys, and num_keys are this process's.
         """
         if rule is None or isinstance(rule, QueryBias):
             return 0.0
@@ -358,19 +383,3 @@ class Attention(nn.Module):
         if self.sequence_shard is not None:
             return self.sequence_shard.attend(query, key, value, **spec.operator_options())
         return self.attention_fn(self.activation, query, key, value, spec)
-
-
-def _check_position(position: object, num_heads: int, head_dim: int) -> None:
-    if not isinstance(position, (RotaryEmbedding, Alibi, NoneType)):
-        raise TypeError(
-            f"Attention: position must be a RotaryEmbedding, an Alibi or None, got {position!r}; instead of "
-            "position='rope' of a configuration pass RotaryEmbedding(embed_dim // num_heads), instead of 'alibi' "
-            "Alibi(num_heads); other encodings, such as SinusoidalEmbedding, are added to the input of the first layer"
-        )
-    if isinstance(position, RotaryEmbedding) and 2 * len(position.frequencies) != head_dim:
-        raise ValueError(
-            f"Attention: position must be RotaryEmbedding(embed_dim // num_heads) = RotaryEmbedding({head_dim}), got "
-            f"{position!r}"
-        )
-    if isinstance(position, Alibi) and position.num_heads != num_heads:
-        raise ValueError(f"Attention: position must be Alibi(num_heads) = Alibi({num_heads}), got {position!r}")

@@ -3,15 +3,6 @@
 Each is called with the number of queries and keys, and returns the ``bias`` of ``sigmoid_attention``: a number, or a
 tensor that broadcasts to (B, Hq, N, 1).
 
-    ConstantBias(value)         a number; 0.0 for no bias
-    ContextLengthBias(n)        -log of the model's context length: the paper's language models
-    BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
-    SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
-    VisibleKeysBias()           -log of the number of keys that each query sees
-    AlibiKeysBias()             with ALiBi, the same with each key counted by ALiBi's weight, exp(-slope · distance)
-    LearnableBias(initial, …)   a parameter, one for the layer or one per head
-    QueryBias(initial)          a parameter added to Q instead of to the logits
-
 ``sigattn.nn.fitted_bias`` has those of models that were converted from softmax, and ``sigattn.nn.bias_rules`` the names
 of biases in configurations.
 
@@ -78,7 +69,7 @@ class AttentionBias(nn.Module):
 
 
 class ConstantBias(AttentionBias):
-    """Bias of one number for all heads and queries.
+    """Bias of one number for all heads and queries; 0.0 for no bias.
 
     Args:
         value: b.
@@ -97,7 +88,7 @@ class ConstantBias(AttentionBias):
 
 
 class ContextLengthBias(ConstantBias):
-    """Bias of -log of the context length, independent of the number of keys of a call.
+    """Bias of -log of the context length, whatever the keys of a call: that of the paper's language models.
 
     Args:
         max_seq_len: length of the longest sequence, at least 1.
@@ -110,7 +101,7 @@ class ContextLengthBias(ConstantBias):
 
 
 class BatchLengthBias(AttentionBias):
-    """Bias of -log M, where M is the number of keys of a call."""
+    """Bias of -log M, where M is the number of keys of a call: the longest sequence of a batch."""
 
     is_rule = True
 
@@ -120,7 +111,7 @@ class BatchLengthBias(AttentionBias):
 
 
 class SampleLengthBias(AttentionBias):
-    """Bias of -log of each sample's own length."""
+    """Bias of -log of each sample's own length: that of the paper's speech models."""
 
     needs_lengths = True
     is_rule = True

@@ -115,7 +115,6 @@ class ImageCape(_Augmented):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the frequencies and the patches' coordinates."""
         device = self.frequencies.device
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
         self.frequencies.copy_(10.0 ** (k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)

@@ -46,11 +46,7 @@ def search(
 
     A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as
     replaceable, unless it can start threads. A softmax is taken for an attention's unless its layer, and the layer
-    around it, multiply no matrices.
-
-    Args:
-        model: the model. modules: its layers that are searched, by name.
-        known: modules that need no report where a layer's list holds them; None for those of the model.
+    around it, multiply no matrices. ``known`` modules, None for the model's, need no report if a layer's list has them.
     """
     known = set(model.modules()) if known is None else known
     findings = []

@@ -48,7 +48,6 @@ class VisibleKeysLinearBias(AttentionBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the bias to -log of the visible keys."""
         nn.init.zeros_(self.constant)
         nn.init.constant_(self.slope, -1.0)
 
@@ -81,7 +80,6 @@ class RowScale(nn.Module):
         self.direction: nn.Parameter = nn.Parameter(torch.zeros(num_heads * head_dim))
 
     def reset_parameters(self) -> None:
-        """Set the scale to 1."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -115,7 +113,6 @@ class QueryTerm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the term to 0, with random directions."""
         nn.init.zeros_(self.linear)
         nn.init.zeros_(self.curvature)
         nn.init.normal_(self.directions, std=max(self.query_dim, 1) ** -0.5)

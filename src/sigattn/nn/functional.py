@@ -69,14 +69,8 @@ class MaskSpec(NamedTuple):
         return (torch.arange(num_keys, device=self.left_padding.device) >= self.left_padding[:, None])[:, None, None]
 
     def operator_options(self) -> dict[str, Any]:
-        """Return the options that all operators share."""
-        return {
-            "is_causal": self.causal,
-            "bias": self.bias,
-            "window": self.window,
-            "alibi_slopes": self.alibi_slopes,
-            "normalize": self.normalize,
-        }
+        masks = {"is_causal": self.causal, "window": self.window, "alibi_slopes": self.alibi_slopes}
+        return masks | {"bias": self.bias, "normalize": self.normalize}
 
 
 # type of ``attend`` and of replacements of it in ``Attention.attention_fn``

@@ -79,7 +79,15 @@ def recommend(
     if small:
         return _small(domain, objective)
     if domain == "vision":
-        return _vision(objective)
+        position, bias, recipe = _VISION[objective]
+        reason = "no bias is needed" if bias == 0.0 else "MAE is the only vision recipe that needs b = -log n"
+        return Recommendation(
+            position, True, True, bias, "pre",
+            f"{reason}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm has "
+            "little effect; learned temperature and bias (t = 10, b = -10) can replace both (App. "
+            '"LayerScale Free Sigmoid Attention")',
+            recipe,
+        )  # fmt: skip
     if domain == "speech":
         return Recommendation(
             "alibi", True, True, "log_sample", "pre",
@@ -105,18 +113,6 @@ def recommend(
         "beyond 2048 tokens pre-norm is slightly worse (48.2 against 49.2 at 4096); hybrid-norm without parameters is "
         'not, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
         "lm-1b-4k",
-    )  # fmt: skip
-
-
-def _vision(objective: str) -> Recommendation:
-    position, bias, recipe = _VISION[objective]
-    reason = "no bias is needed" if bias == 0.0 else "MAE is the only vision recipe that needs b = -log n"
-    return Recommendation(
-        position, True, True, bias, "pre",
-        f"{reason}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm has little "
-        "effect; learned temperature and bias (t = 10, b = -10) can replace both (App. \"LayerScale Free Sigmoid "
-        'Attention")',
-        recipe,
     )  # fmt: skip
 
 

@@ -60,18 +60,14 @@ def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], object]) -> Non
         )
 
 
-def _fan_in(weight: Tensor) -> None:
-    # the second axis is the fan-in of a linear layer and the embed_dim of an embedding
-    nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
-
-
 def _moco_v3(weight: Tensor) -> None:
     limit = (6 / (len(weight) + weight[0].numel())) ** 0.5
     nn.init.uniform_(weight, -limit, limit)
 
 
 _KINDS: dict[str, Callable[[Tensor], object]] = {
-    "fan_in": _fan_in,
+    # the second axis is the fan-in of a linear layer and the embed_dim of an embedding
+    "fan_in": lambda weight: nn.init.normal_(weight, std=weight[0].numel() ** -0.5),
     "trunc_normal": functools.partial(nn.init.trunc_normal_, std=0.02),
     "moco_v3": _moco_v3,
 }

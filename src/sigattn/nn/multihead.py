@@ -58,7 +58,6 @@ class SigmoidMultiheadAttention(UnfusedMultihead):
     sigmoid_normalize: bool = False
 
     def attention_settings(self) -> tuple[Any, bool]:
-        """Return the bias and ``normalize`` of a call."""
         return self.sigmoid_bias, self.sigmoid_normalize
 
     def extra_repr(self) -> str:

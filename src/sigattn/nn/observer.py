@@ -19,19 +19,15 @@ from sigattn.ops.problem import Problem, make_problem
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a softmax attention, which its receiver answers with ``softmax()`` or ``sigmoid(bias)``.
+    """One call of a softmax attention, which its receiver answers with ``softmax()`` or ``normalized(bias)``.
 
-    Attributes:
-        name: name of the layer within the model.
-        problem: operands and masks of the call, whose bias is None; or the logits of a softmax that is written out.
-        softmax: returns the layer's result with softmax: the output, or of a softmax that is written out the weights.
-        normalized: with sigmoid attention of a bias, whose weights are divided by their sum.
+    Both return the layer's result: the output, or of a softmax that is written out the weights.
     """
 
-    name: str
-    problem: Problem | WrittenSoftmax
+    name: str  # of the layer within the model
+    problem: Problem | WrittenSoftmax  # without a bias
     softmax: Callable[[], Any]
-    normalized: Callable[[AttentionBias], Any]
+    normalized: Callable[[AttentionBias], Any]  # sigmoid attention, whose weights are divided by their sum
 
     @property
     def num_heads(self) -> int:
@@ -40,7 +36,6 @@ class AttentionCall:
 
     @property
     def device(self) -> torch.device:
-        """Device of the operands."""
         return self.problem.query.device if isinstance(self.problem, Problem) else self.problem.logits.device
 
 
@@ -58,13 +53,10 @@ class CallObserver:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Callable[[], Any],
         normalized: Callable[[AttentionBias], Any], **options: Any,
     ) -> Any:  # fmt: skip
-        """Return the result of a call.
+        """Return the result of a call, with is_causal, window, scale and softcap of ``sigmoid_attention`` as options.
 
-        Args:
-            query, key, value: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv); ValueError for other dimensions.
-            mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-            softmax, normalized: as in ``AttentionCall``.
-            options: is_causal, window, scale and softcap of ``sigmoid_attention``.
+        query is (B, Hq, N, D), key (B, Hkv, M, D), value (B, Hkv, M, Dv); the mask, bool (True = attend) or added to
+        the logits, broadcasts to (B, Hq, N, M).
         """
         if query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
             raise ValueError(

@@ -41,7 +41,6 @@ class PerformerFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new directions."""
         features, head_dim = self.directions.shape
         if self.directions.device.type == "meta":
             return

@@ -174,10 +174,8 @@ class SinusoidalEmbedding(Wavelengths):
         return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).to(x.dtype)
 
 
-def image_sinusoids(
-    embed_dim: int, rows: int, columns: int, base: float = 10_000.0
-) -> Tensor:  # (rows · columns, embed_dim)
-    """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate."""
+def image_sinusoids(embed_dim: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:
+    """Return the fixed encoding of MoCo v3 and MAE for an image's patches, (rows · columns, embed_dim)."""
     if embed_dim % 4:
         raise ValueError(
             f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got embed_dim={embed_dim}"
@@ -198,7 +196,6 @@ class LearnableEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the vectors from a truncated normal distribution."""
         nn.init.trunc_normal_(self.weight, std=self.std)
 
     def extra_repr(self) -> str:

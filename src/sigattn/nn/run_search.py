@@ -58,10 +58,7 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
     A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
     class of its layer has "att" in its name. Layers that the model calls in threads of its own are observed too, but
     not functions that it calls there outside of a layer (``code_search`` refuses layers whose code starts threads).
-
-    Args:
-        model: the model. example: arguments of its forward, or a function that runs it. skipped: layers whose calls do
-            not count.
+    ``example`` has arguments of the forward, or runs the model. Calls of ``skipped`` layers do not count.
     """
     trace, uncompiled = _Trace(model, skipped), torch.compiler.set_stance("force_eager")
     with evaluation_mode(model), torch.no_grad(), uncompiled, trace.hooks(model), trace.observed():
@@ -147,7 +144,6 @@ class _Trace:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Within the context, the modes are active in this thread."""
         with contextlib.ExitStack() as modes:
             modes.enter_context(_Calls(self))
             modes.enter_context(_Operators(self))

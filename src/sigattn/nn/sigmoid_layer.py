@@ -171,7 +171,6 @@ class _SigmoidMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _within(self, function: Any) -> Any:
-        """Return a function that runs another in a mode of its own."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with _SigmoidMode(self.layer):

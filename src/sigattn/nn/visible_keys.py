@@ -26,14 +26,8 @@ def count_keys_per_query(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1
 def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -> Tensor:
     """Count, for each sample, the keys that at least one query of the sample sees.
 
-    Padding is not counted. Under a causal mask every key counts, because the last query sees all of them.
-
-    Args:
-        mask: as in ``is_visible``; broadcastable to (..., H, N, M), or without ``has_heads`` to (..., N, M).
-        num_keys: M.
-
-    Returns:
-        At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys.
+    Padding is not counted. The mask broadcasts to (..., H, N, M), or without ``has_heads`` to (..., N, M). The result,
+    at least 1, has the mask's dimensions, with size 1 for heads, queries and keys.
     """
     visible = is_visible(mask)
     for dim in (-2, -3) if has_heads else (-2,):
@@ -45,17 +39,10 @@ def evaluate_bias(
     bias: AttentionBias | None, query: Tensor, key: Tensor, mask: Tensor | None = None, *, normalize: bool,
     is_causal: bool = False, window: tuple[int, int] | None = None,
 ) -> float | Tensor | None:  # fmt: skip
-    """Return b of a bias for a call of an attention function.
+    """Return b of a bias for a call of ``sigmoid_attention`` with these arguments; None for the operator's own rule.
 
-    Args:
-        bias: the bias; None for -log of the number of keys that at least one query of a sample sees, 6 less with
-            ``normalize``.
-        query, key: (B, Hq, N, D), (B, Hkv, M, D); biases without needs_visible accept any (…, N, D) and (…, M, D).
-        mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-        normalize, is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
-
-    Returns:
-        The ``bias`` of ``sigmoid_attention``; None, its own rule, for a bias of None and nested tensors with holes.
+    A bias of None is -log of the number of keys that at least one query of a sample sees, 6 less with ``normalize``.
+    Query and key are (B, Hq, N, D) and (B, Hkv, M, D); biases without needs_visible accept any (…, N, D) and (…, M, D).
 
     Raises:
         ValueError: if the bias has a value for each head or query, and query is nested or has no four dimensions.

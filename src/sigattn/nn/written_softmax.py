@@ -39,12 +39,8 @@ class WrittenSoftmax(NamedTuple):
     def weights(self, bias: AttentionBias | None, normalize: bool) -> Tensor:
         """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
 
-        Args:
-            bias: b, or None for -log of the number of visible keys of each row, 6 less with ``normalize``.
-            normalize: divide by the sum.
-
-        Raises:
-            ValueError: if the bias has other numbers of heads or queries than the logits.
+        A bias of None is -log of the number of visible keys of each row, 6 less with ``normalize``. ValueError is
+        raised if the bias has other numbers of heads or queries than the logits.
         """
         wide = torch.promote_types(torch.promote_types(self.logits.dtype, self.dtype), torch.float32)
         visible = self.visible

@@ -39,17 +39,19 @@ _WITHOUT_LEVEL = {"MptAttention"}
 _SAMPLED = "DeformableAttention"  # end of names
 
 
+_VISIBLE_KEYS = VisibleKeysBias()
+_constant = functools.cache(ConstantBias)
+
+
 class ConfiguredLayer(SigmoidLayer):
     """Mixin of a layer's class: sigmoid attention with the bias of the model's configuration."""
 
     writes_softmax = True
 
     def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
-        """Return the bias and ``normalize`` of a call."""
         return _settings(self)
 
     def extra_repr(self) -> str:
-        """Return the settings of the layer's own class."""
         return self.softmax_class.extra_repr(self)
 
 
@@ -59,7 +61,6 @@ class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
     softmax_class: type[nn.Module] = nn.MultiheadAttention
 
     def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
-        """Return the bias and ``normalize`` of a call."""
         return _settings(self)
 
     def extra_repr(self) -> str:
@@ -135,10 +136,6 @@ def _configured(layer: nn.Module, name: str, default: Any) -> Any:
         if (value := getattr(config, name, None)) is not None:
             return value
     return default
-
-
-_VISIBLE_KEYS = VisibleKeysBias()
-_constant = functools.cache(ConstantBias)
 
 
 def error_of(layer: nn.Module, reason: str) -> ValueError:

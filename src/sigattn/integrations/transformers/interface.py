@@ -33,20 +33,13 @@ _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that d
 
 
 class Call(NamedTuple):
-    """One call of attention, after its keywords were resolved.
+    """One call of attention, after its keywords were resolved; its options are those of ``sigmoid_attention``."""
 
-    Attributes:
-        query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
-        mask: boolean (True = visible) or added to the logits, broadcastable to (B, Hq, N, M); or None.
-        causal: True if query i sees keys j ≤ i only; then mask is None.
-        dropout, scale, softcap: as in ``sigmoid_attention``.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    causal: bool
+    query: Tensor  # (B, Hq, N, D)
+    key: Tensor  # (B, Hkv, M, D)
+    value: Tensor  # (B, Hkv, M, Dv)
+    mask: Tensor | None  # boolean (True = visible) or added to the logits, broadcastable to (B, Hq, N, M)
+    causal: bool  # True if query i sees keys j ≤ i only; then mask is None
     dropout: float
     scale: float | None
     softcap: float
@@ -62,15 +55,10 @@ class Call(NamedTuple):
                 softcap=self.softcap,
             )  # fmt: skip
             return result
-        b: float | Tensor | None
-        if isinstance(bias, float):
-            b = bias
-        else:
-            b = evaluate_bias(bias, self.query, self.key, self.mask, normalize=normalize, is_causal=self.causal)
-        return sigmoid_attention(
-            self.query, self.key, self.value, self.mask, dropout_p=self.dropout, is_causal=self.causal,
-            scale=self.scale, enable_gqa=True, bias=b, softcap=self.softcap, normalize=normalize,
-        )  # fmt: skip
+        options: dict[str, Any] = {"normalize": normalize, "is_causal": self.causal}
+        b = bias if isinstance(bias, float) else evaluate_bias(bias, self.query, self.key, self.mask, **options)
+        options |= {"dropout_p": self.dropout, "scale": self.scale, "softcap": self.softcap, "enable_gqa": True}
+        return sigmoid_attention(self.query, self.key, self.value, self.mask, bias=b, **options)
 
     def softmax(self) -> Tensor:
         """Return the output of softmax attention, (B, Hq, N, Dv)."""

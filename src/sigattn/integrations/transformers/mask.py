@@ -36,11 +36,17 @@ def sigmoid_mask(
     if getattr(kwargs.get("config"), ADDED, False):
         mask = eager_mask(*arguments, local_size=local_size, **kwargs)
         return mask
-    skippable = allow_is_causal_skip and not _tracing(attention_mask) and (local_size is None or kv_length < local_size)
+    # while tracing, values must not be read nor objects marked: torch.compile, torch.jit.trace, torch.export
+    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    tracing = tracing or isinstance(attention_mask, torch._subclasses.FakeTensor)
+    skippable = allow_is_causal_skip and not tracing and (local_size is None or kv_length < local_size)
     if skippable and isinstance(q_offset, int):
         if q_offset == kv_offset == 0 and _all_visible(attention_mask, 0, min(q_length, kv_length)):
             dense = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device", "cpu")).tril()
-            return _mark(dense.expand(batch_size, 1, q_length, kv_length))
+            mask = dense.expand(batch_size, 1, q_length, kv_length)
+            if not mask.is_inference():  # tensors of inference mode have no version, which detects a change in place
+                setattr(mask, _MARK, mask._version)
+            return mask
         last_query_only = q_length == 1 and q_offset + 1 == kv_offset + kv_length
         if last_query_only and _all_visible(attention_mask, kv_offset, kv_offset + kv_length):
             return None
@@ -88,18 +94,6 @@ def selected_keys(indices: Tensor, num_keys: int) -> Tensor:  # (B, 1, N, M)
 
 def _restrict(mask: Tensor, visible: Tensor) -> Tensor:
     return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
-
-
-def _mark(mask: Tensor) -> Tensor:
-    if not mask.is_inference():  # tensors of inference mode have no version, so a change in place cannot be detected
-        setattr(mask, _MARK, mask._version)
-    return mask
-
-
-def _tracing(attention_mask: Tensor | None) -> bool:
-    """Return True where values must not be read or objects marked: torch.compile, torch.export, torch.jit.trace."""
-    fake = isinstance(attention_mask, torch._subclasses.FakeTensor)
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or fake
 
 
 def _all_visible(attention_mask: Tensor | None, start: int, stop: int) -> bool:

@@ -56,7 +56,6 @@ class SigattnConfig(PretrainedConfig):
 
     @property
     def language_model(self) -> LanguageModelConfig:
-        """Configuration of the language model."""
         return LanguageModelConfig(**self.model)
 
 
@@ -99,11 +98,9 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             reset()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer."""
         return self.model.output
 
     def set_output_embeddings(self, value: Any) -> None:
-        """Replace the output layer."""
         self.model.output = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -130,7 +127,6 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = self.model.checkpoint_activations = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Store the activations of each block for the backward pass."""
         self.gradient_checkpointing = self.model.checkpoint_activations = False
 
     @can_return_tuple  # type: ignore[untyped-decorator]
