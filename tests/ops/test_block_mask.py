@@ -63,7 +63,8 @@ CASES = [  # and whether with every other option
 ]
 PLAIN, SMALL = "as users meet it", "small tiles"
 CALLS = [(*way, *case) for way in (("reference", PLAIN), ("blocked", PLAIN)) for case in CASES]
-CALLS += [("blocked", SMALL, *CASES[0]), ("blocked", SMALL, *CASES[1]), ("triton", "tuned", *CASES[4])]
+CALLS += [("blocked", SMALL, ("causal", 60, 60, 16), False), ("blocked", SMALL, ("documents", 60, 50, (16, 24)), True)]
+CALLS += [("triton", "tuned", *CASES[4])]
 
 
 @pytest.mark.parametrize(("backend", "way", "case", "everything"), CALLS)
@@ -77,8 +78,8 @@ def test_it_is_the_dense_mask(backend, way, case, everything):
         heads = leaves["query"].shape[1]
         more = {"alibi_slopes": torch.rand(heads), "bias": torch.randn(heads, n, 1)}
         leaves |= {key: t.to(device).requires_grad_() for key, t in more.items()}
-        options = {"window": (70, -1), "is_causal": True, "softcap": 2.0, "dropout_p": 0.3}
-        options |= {"key_lengths": torch.tensor([77, m], device=device)}
+        options = {"window": (n // 2, -1), "is_causal": True, "softcap": 2.0, "dropout_p": 0.3}
+        options |= {"key_lengths": torch.tensor([m // 2 + 3, m], device=device)}
     results = []
     for mask in masks:
         torch.manual_seed(5)
