@@ -100,13 +100,9 @@ def statistics(
     """
     if activation == "performer" or spec.query_offset:
         raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
-    return attention_statistics(
-        *(query.detach(), key.detach(), value.detach(), spec.attn_mask(key.shape[2])),
-        enable_gqa=True,
-        key_lengths=spec.key_lengths,
-        activation=activation,
-        **spec.operator_options(),
-    )
+    options = {"activation": activation, "enable_gqa": True, "key_lengths": spec.key_lengths, **spec.operator_options()}
+    query, key, value = query.detach(), key.detach(), value.detach()
+    return attention_statistics(query, key, value, spec.attn_mask(key.shape[2]), **options)
 
 
 def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:

@@ -30,9 +30,9 @@ class KVCache:
         """Append keys and values, (B, Hkv, new, D), without gradients; return all of them, (B, Hkv, length, D)."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError("a key/value cache has no gradient: use it under torch.no_grad()")
-        stop = self.length + key.shape[2]
+        new = key.shape[2]
+        stop = self.length + new
         if stop > self.capacity:
-            new = key.shape[2]
             raise ValueError(f"the cache has {self.capacity} positions and holds {self.length}: {new} more do not fit")
         if self.left_padding is not None and self.left_padding.shape[0] != key.shape[0]:
             raise ValueError(f"the cache is for a batch of {self.left_padding.shape[0]}, got a batch of {key.shape[0]}")
