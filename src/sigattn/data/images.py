@@ -80,13 +80,7 @@ class ImageFolder(Data):
     """
 
     def __init__(
-        self,
-        root: Path,
-        size: int,
-        augmentation: Augmentation,
-        *,
-        jitter: float = 0.5,
-        workers: int = 0,
+        self, root: Path, size: int, augmentation: Augmentation, *, jitter: float = 0.5, workers: int = 0
     ) -> None:
         self.classes: list[str] = _classes(root / "train")
         self._train, self._held = (_images(root / split, self.classes) for split in ("train", "val"))

@@ -8,13 +8,4 @@ from sigattn.tasks.joint_embedding import BYOL, SimCLR
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
 
-__all__ = [
-    "BYOL",
-    "CTC",
-    "Classification",
-    "Distillation",
-    "LanguageModelling",
-    "MaskedAutoencoding",
-    "SimCLR",
-    "Task",
-]
+__all__ = ["BYOL", "CTC", "Classification", "Distillation", "LanguageModelling", "MaskedAutoencoding", "SimCLR", "Task"]

@@ -34,12 +34,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        first_step: int = 0,
-        *,
-        wandb: str | None = None,
-        settings: dict[str, Any] | None = None,
+        self, folder: Path, first_step: int = 0, *, wandb: str | None = None, settings: dict[str, Any] | None = None
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs tensorboard
 
