@@ -13,7 +13,6 @@ from typing import Any
 
 from sigattn.validation import UserError
 
-Kind = type | tuple[type, ...]
 TEXT_OR_NONE = (str, NoneType)
 CHECKSUMS = "SHA256SUMS"  # file of a folder, in the format of the command sha256sum
 MAX_HASHED_BYTES = 1 << 30  # collections up to this size are hashed with contents (seconds); ImageNet has 150 GB
@@ -23,11 +22,8 @@ class FileFormatError(UserError):
     """A file does not have the expected content; the message is one line and names the file."""
 
 
-def read_json_object(path: Path, **keys: Kind) -> dict[str, Any]:
-    """Return the object in a JSON file, which must have these keys with values of these types.
-
-    Raises FileFormatError if it is no JSON object, lacks a key, or has a value of another type.
-    """
+def read_json_object(path: Path, **keys: type | tuple[type, ...]) -> dict[str, Any]:
+    """Return the object in a JSON file; raise FileFormatError unless it has these keys with values of these types."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -16,10 +16,9 @@ class MissingPackageError(UserError, ImportError):
 
 
 def require(package: str, purpose: str, install: str) -> Any:
-    """Import a package or a module in it. Raises MissingPackageError if it is not installed.
+    """Import a package or module, which a feature (``purpose``, plural) needs; ``install`` is pip's argument.
 
-    Args:
-        purpose: the feature that needs it, in the plural. install: argument of pip install.
+    Raises MissingPackageError if it is not installed.
     """
     try:
         return importlib.import_module(package)

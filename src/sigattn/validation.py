@@ -20,10 +20,7 @@ class UserError(Exception):
 class SettingsError(UserError, ValueError):
     """A setting is out of range, or settings do not fit together.
 
-    Args:
-        message: one line.
-        settings: names of settings that resolve the error, if the message does not name them; the command line shows
-            their flags.
+    ``settings`` name the settings that resolve the error, if the message does not; the command line shows their flags.
     """
 
     def __init__(self, message: str, *settings: str) -> None:
@@ -124,12 +121,8 @@ def _check_parents(path: Path) -> None:
 
 def _check(config: object, names: tuple[str, ...], rule: str, is_valid: Callable[[float], bool]) -> None:
     for name, value in _values(config, names):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, Real)
-            or not math.isfinite(value)
-            or not is_valid(float(value))
-        ):
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        if not math.isfinite(number) or not is_valid(number):
             raise SettingsError(f"{name} must {rule}, got {value!r}")
 
 

@@ -29,9 +29,7 @@ def group_by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utteran
 def librispeech(root: Path, parts: Sequence[str]) -> list[Utterance]:
     """Return the utterances of LibriSpeech, ``PART/SPEAKER/CHAPTER/`` with ``….trans.txt`` and ``….flac`` files.
 
-    Raises:
-        DataError: if a part is missing.
-        MissingPackageError: if soundfile is missing.
+    Raises DataError if a part is missing, MissingPackageError if soundfile is.
     """
     utterances = []
     for part in parts:
@@ -46,8 +44,7 @@ def librispeech(root: Path, parts: Sequence[str]) -> list[Utterance]:
 def tedlium(root: Path, part: str) -> list[Utterance]:
     """Return the utterances of a part of TED-LIUM v3, ``legacy/PART/stm/*.stm`` and ``legacy/PART/sph/*.sph``.
 
-    Raises:
-        DataError: if the part is missing, or a line is not in the .stm format.
+    Raises DataError if the part is missing, or a line is not in the .stm format.
     """
     folder = root / "legacy" / part
     utterances = []
@@ -75,15 +72,9 @@ def spoken_digits(
 ) -> tuple[list[Utterance], list[Utterance]]:
     """Return training and held-out strings of 1 to ``longest`` spoken digits: FSDD recordings of one speaker.
 
-    Args:
-        source: the Free Spoken Digit Dataset: the folder ``recordings``, its parent, or a .tar.gz of either.
-        training: number of training strings.
-        held_out: number of held-out strings, made of the official test recordings (0 to 4).
-        longest: largest number of digits per string.
-
-    Raises:
-        DataError: if there are no recordings.
-        MissingPackageError: if soundfile is missing.
+    ``source`` is the Free Spoken Digit Dataset: the folder ``recordings``, its parent, or a .tar.gz of either. The
+    ``held_out`` strings are made of the official test recordings (0 to 4). Raises DataError if there are no recordings,
+    MissingPackageError if soundfile is missing.
     """
     folder = source / "recordings" if (source / "recordings").is_dir() else source
     files = read_archive(source) if source.is_file() else folder.glob("*.wav")

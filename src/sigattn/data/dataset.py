@@ -29,16 +29,11 @@ class DataError(UserError):
 
 
 class UnreadableFiles:
-    """Collection of a data set's unreadable files; the first are named when they are found, all are counted.
-
-    Args:
-        kind: "image" or "recording".
-        total: number of files of the data set.
-    """
+    """Collection of a data set's unreadable files; the first are named when they are found, all are counted."""
 
     def __init__(self, kind: str, total: int = 0) -> None:
-        self.kind = kind
-        self.total = total
+        self.kind = kind  # "image" or "recording"
+        self.total = total  # number of files of the data set
         self.errors: dict[str, str] = {}  # by name
 
     def __len__(self) -> int:
@@ -47,8 +42,7 @@ class UnreadableFiles:
     def add(self, name: str, error: str) -> None:
         """Record a file, and print a line about it if it is one of the first ``MAX_NAMED``.
 
-        Raises:
-            DataError: if more than ``MAX_UNREADABLE_FRACTION`` of all files cannot be read.
+        Raises DataError if more than ``MAX_UNREADABLE_FRACTION`` of all files cannot be read.
         """
         if name not in self.errors:
             if len(self) < MAX_NAMED:
@@ -91,13 +85,10 @@ class Data(ABC):
 
     @abstractmethod
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Return this process's part of a step's batch.
+        """Return this process's part of the batch of a step, 0, 1, …
 
-        Args:
-            step: number of the step, from 0.
-            size: batch size over all processes.
-            seed: seed of the order and of augmentation.
-            shard: (rank, ranks); this process gets every ranks-th sample from index rank on.
+        ``size`` is the batch size over all processes, ``seed`` the seed of the order and of augmentation.
+        With ``shard`` (rank, ranks) a process gets every ranks-th sample from index rank on.
         """
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:

@@ -35,9 +35,8 @@ def iter_documents(path: Path) -> Iterator[str]:
     RedPajama), the "text" of a row of a .parquet file, or a sample of a data set such as
     ``hf:allenai/c4:realnewslike``.
 
-    Raises:
-        DataError: if there are no files, a file cannot be read, a text is not UTF-8, or all documents are empty.
-        MissingPackageError: if pyarrow or ``datasets`` is missing, and needed.
+    Raises DataError if there are no files, a file cannot be read, a text is not UTF-8, or all documents are empty;
+    MissingPackageError if pyarrow or ``datasets`` is missing, and needed.
     """
     is_empty = True
     if is_streamed(path):

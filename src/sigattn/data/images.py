@@ -64,8 +64,8 @@ class ImageFolder(Data):
     """Images in one folder per class, ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg``.
 
     An image that cannot be read, or that Pillow reports as a decompression bomb, is counted and reported. In training
-    it is replaced by the next image, in validation left out. If they are more than half of all, ``DataError`` is
-    raised.
+    it is replaced by the next image, in validation left out. Raises DataError if they are more than half of all, or if
+    the folder has another layout.
 
     Args:
         root: folder of train and val.
@@ -74,9 +74,6 @@ class ImageFolder(Data):
             views with colour jitter and blur), or "multicrop" (DINO's two large and eight small views).
         jitter: strength of the colour jitter.
         workers: number of processes that read images; 0 reads in this process.
-
-    Raises:
-        DataError: if the folder has another layout.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class ImageFolder(Data):
     ) -> None:
         self.classes: list[str] = _classes(root / "train")
         self._train, self._held = (_images(root / split, self.classes) for split in ("train", "val"))
-        self.root = root
-        self.size = size
-        self.augmentation = augmentation
-        self.jitter = jitter
-        self.workers = workers
+        self.root, self.size, self.augmentation, self.jitter, self.workers = root, size, augmentation, jitter, workers
         self.unreadable: UnreadableFiles = UnreadableFiles("image", len(self._train) + len(self._held))
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
 
@@ -97,15 +90,9 @@ class ImageFolder(Data):
         if not self.workers:
             yield from super().batches(first_step, size, seed, shard)
             return
-        steps: Any = itertools.count(first_step)
-        loader = torch.utils.data.DataLoader(
-            _Steps(self, size, seed, shard),
-            batch_size=None,
-            sampler=steps,
-            num_workers=self.workers,
-            prefetch_factor=2,
-            worker_init_fn=_ignore_stop_signals,
-        )
+        options: dict[str, Any] = {"num_workers": self.workers, "worker_init_fn": _ignore_stop_signals}
+        options["sampler"] = itertools.count(first_step)
+        loader = torch.utils.data.DataLoader(_Steps(self, size, seed, shard), batch_size=None, **options)
         for batch, errors in loader:
             self.unreadable.merge(errors)
             if isinstance(batch, DataError):
@@ -120,8 +107,7 @@ class ImageFolder(Data):
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over the held-out images in order; they are augmented only if the augmentation makes views.
 
-        Raises:
-            DataError: if no image can be read.
+        Raises DataError if no image can be read.
         """
         is_readable = False
         vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
@@ -221,12 +207,8 @@ class Digits(Data):
 
     Training images are augmented by small random shifts, rotations, scales and noise.
 
-    Args:
-        num_views: number of augmented views of each image in a batch.
-        upscale: factor by which the images are enlarged.
-
-    Raises:
-        MissingPackageError: if scikit-learn is missing.
+    A batch has ``num_views`` augmented views of each image, enlarged by the factor ``upscale``. Raises
+    MissingPackageError if scikit-learn is missing.
     """
 
     def __init__(self, *, num_views: int = 1, upscale: int = 1) -> None:
@@ -250,11 +232,11 @@ class Digits(Data):
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Return the held-out images and labels; several views are augmented, in the same way at every call."""
+        parts = [(self._images[index], self._labels[index]) for index in self._held.split(size)]
         if self.num_views == 1:
-            return [(self._images[index], self._labels[index]) for index in self._held.split(size)]
+            return parts
         generator = torch.Generator().manual_seed(0)
-        parts = [self._images[index] for index in self._held.split(size)]
-        return [tuple(_vary(images, generator) for _ in range(self.num_views)) for images in parts]
+        return [tuple(_vary(images, generator) for _ in range(self.num_views)) for images, _ in parts]
 
     def train_and_held_out(self) -> tuple[Batch, Batch]:
         """Return images and labels of the training part and of the held-out part."""

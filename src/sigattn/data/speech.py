@@ -19,16 +19,13 @@ from torch import Tensor
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, UnreadableFiles, sample_generator
 from sigattn.files import files_sha256
 
+Sample = tuple[int, Tensor, list[int]]  # index, frames and tokens of an utterance
 MAX_CACHED_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
 
 
 @functools.cache
 def read_archive(archive: Path) -> dict[Path, bytes]:
-    """Return the contents of the .wav files in a .tar archive; the path of a file starts with that of the archive.
-
-    Raises:
-        DataError: if the archive cannot be read.
-    """
+    """Return the contents of the .wav files in a .tar archive; the path of a file starts with that of the archive."""
     try:
         with tarfile.open(archive) as tar:
             members = [member for member in tar if member.isreg() and member.name.endswith(".wav")]
@@ -50,13 +47,10 @@ def open_recording(path: Path) -> Path | io.BytesIO:
 
 @dataclass(frozen=True)
 class Utterance:
-    """Transcribed speech.
+    """Transcribed speech: its transcript, its duration in seconds, and its pieces, concatenated in this order.
 
-    Attributes:
-        pieces: (file, start, end) in seconds, concatenated in this order; an end of infinity is the file's end. A file
-            may be in a .tar archive: ``digits.tar.gz/recordings/0_ann_1.wav``.
-        text: the transcript.
-        seconds: duration.
+    A piece is (file, start, end) in seconds; an end of infinity is the file's end. A file may be in a .tar archive:
+    ``digits.tar.gz/recordings/0_ann_1.wav``.
     """
 
     pieces: tuple[tuple[Path, float, float], ...]
@@ -68,14 +62,7 @@ class Speech(Data):
     """Utterances in batches of similar length whose size is given in seconds.
 
     A recording that cannot be read is counted, reported and left out. If they are more than half of all, ``DataError``
-    is raised.
-
-    Args:
-        training: training utterances.
-        held_out: held-out utterances.
-        tokenizer: the tokenizer.
-        num_mel_bins: number of mel bins.
-        spec_augment_from: step from which SpecAugment is applied; None turns it off.
+    is raised. SpecAugment is applied from the step ``spec_augment_from`` on; None turns it off.
     """
 
     batch_unit = "seconds"
@@ -89,11 +76,8 @@ class Speech(Data):
         num_mel_bins: int = 80,
         spec_augment_from: int | None = 0,
     ) -> None:
-        self.training = training
-        self.held_out = held_out
-        self.tokenizer = tokenizer
-        self.num_mel_bins = num_mel_bins
-        self.spec_augment_from = spec_augment_from
+        self.training, self.held_out, self.tokenizer = training, held_out, tokenizer
+        self.num_mel_bins, self.spec_augment_from = num_mel_bins, spec_augment_from
         files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}
         self.unreadable: UnreadableFiles = UnreadableFiles("recording", len(files))
         self._epochs: dict[tuple[int, int, int], list[list[int]]] = {}
@@ -118,9 +102,7 @@ class Speech(Data):
             samples = [(i, spec_augment(frames, sample_generator(seed, epoch, i)), text) for i, frames, text in samples]
         return batch_type(collate(samples))
 
-    def _readable(
-        self, utterances: Sequence[Utterance], indices: Iterable[int]
-    ) -> Iterator[tuple[int, Tensor, list[int]]]:
+    def _readable(self, utterances: Sequence[Utterance], indices: Iterable[int]) -> Iterator[Sample]:
         """Iterate over index, frames and tokens of the utterances that can be read."""
         for i in indices:
             if (frames := self._frames(utterances[i])) is not None:
@@ -129,8 +111,7 @@ class Speech(Data):
     def validation(self, size: int) -> Iterable[Batch]:
         """Iterate over the held-out utterances, shortest first, in batches of at most ``size`` seconds.
 
-        Raises:
-            DataError: if there are held-out utterances and none can be read.
+        Raises DataError if there are held-out utterances and none can be read.
         """
         is_readable = False
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
@@ -220,8 +201,8 @@ class CharTokenizer:
         return [t for t in tokens if t]
 
 
-def collate(samples: Sequence[tuple[int, Tensor, list[int]]]) -> Batch:
-    """Return frames, lengths, targets and target lengths of (index, frames, tokens), padded with zeros."""
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Return frames, lengths, targets and target lengths of samples, padded with zeros."""
     frames = [sample[1] for sample in samples]
     targets = [torch.tensor(sample[2], dtype=torch.int64) for sample in samples]
     lengths, target_lengths = (torch.tensor([len(row) for row in rows]) for rows in (frames, targets))
@@ -243,12 +224,9 @@ def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: floa
 
 
 def log_mel(waveform: Tensor, sample_rate: int, num_mel_bins: int = 80) -> Tensor:
-    """Return log-mel frames (T, num_mel_bins): 25 ms every 10 ms, each bin normalised to mean 0 and variance 1.
+    """Return log-mel frames (T, num_mel_bins) of a waveform (samples,) with its sampling rate in Hz.
 
-    Args:
-        waveform: (samples,).
-        sample_rate: sampling rate in Hz.
-        num_mel_bins: number of mel bins.
+    A frame is 25 ms every 10 ms. Each bin is normalised to mean 0 and variance 1.
     """
     window, hop = round(0.025 * sample_rate), round(0.01 * sample_rate)
     size = max(512, 1 << (window - 1).bit_length())

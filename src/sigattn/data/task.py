@@ -44,11 +44,7 @@ class Task(ABC):
         return module
 
     def check(self, model: Any) -> nn.Module:
-        """Build the module on the meta device and return it, because layers check that their settings fit together.
-
-        Raises:
-            SettingsError: if they do not.
-        """
+        """Build the module on the meta device and return it; raise SettingsError if settings do not fit together."""
         try:
             with torch.device("meta"):
                 return self.build(model)
@@ -62,10 +58,7 @@ class Task(ABC):
     def distributions(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the logits in a model's output, (…, classes), and the weights, (…), of their mean in the loss.
 
-        The weights are None if all are equal.
-
-        Raises:
-            SettingsError: if the outputs of the task's models are no distributions.
+        The weights are None if all are equal. Raises SettingsError if the task's models predict no distributions.
         """
         raise SettingsError(f"distillation needs outputs that are distributions, and {type(self).__name__} has none")
 
@@ -83,10 +76,7 @@ class Task(ABC):
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the metrics over held-out batches, by name: the sums of ``measure``, divided by the counts.
 
-        The caller puts the module in evaluation mode and disables gradients.
-
-        Raises:
-            DataError: if there are no batches.
+        The caller puts the module in evaluation mode and disables gradients. Raises DataError if there are no batches.
         """
         totals: dict[str, float] = defaultdict(float)
         total = 0.0

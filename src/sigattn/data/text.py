@@ -20,12 +20,8 @@ from sigattn.shapes import Int
 def load_text(path: Path | None = None) -> bytes:
     """Read a text file, or all ``*.txt``, ``*.md``, ``*.rst`` and ``*.py`` files below a folder, sorted by path.
 
-    Args:
-        path: a file or a folder; None for the language reference that comes with CPython (``pydoc_data.topics``).
-
-    Raises:
-        DataError: if the file or folder does not exist, cannot be read, contains no text, or is a .jsonl, .jsonl.gz,
-            .json.gz, .parquet or .bin file, whose bytes are not its text.
+    None reads the language reference that comes with CPython (``pydoc_data.topics``). Raises DataError if the path does
+    not exist, cannot be read, contains no text, or is a .jsonl, .jsonl.gz, .json.gz, .parquet or .bin file.
     """
     if path is None:
         try:
@@ -56,15 +52,12 @@ class TextData(Data):
     Training windows are random; held-out windows are spread evenly.
 
     Args:
-        tokens: (N,) integers.
+        tokens: (N,) integers; DataError is raised if a part is too short for one window and the next token.
         seq_len: tokens per window.
         fingerprint: identity of the tokens.
         held_out: number of held-out windows.
         held_out_fraction: fraction of the tokens that is held out.
         vocab_size: number of tokens in the vocabulary; a window with another token raises ``DataError``.
-
-    Raises:
-        DataError: if a part is too short for one window and the next token.
     """
 
     def __init__(
@@ -87,14 +80,10 @@ class TextData(Data):
         self.tokens = tokens
         self.training_tokens: Tensor = tokens[:cut]
         self.held_out_tokens: Tensor = tokens[cut:]
-        self.seq_len = seq_len
-        self.held_out = held_out
-        self.vocab_size = vocab_size
-        self._fingerprint = fingerprint
+        self.seq_len, self.held_out, self.vocab_size, self._fingerprint = seq_len, held_out, vocab_size, fingerprint
 
     @classmethod
     def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64) -> TextData:
-        """Create the windows of a text as bytes."""
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         return cls(tokens, seq_len, hashlib.sha256(text).hexdigest(), held_out=held_out)
 

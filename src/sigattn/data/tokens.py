@@ -31,9 +31,7 @@ MIN_VOCAB_SIZE = 257  # 256 bytes and END
 def load_tokenizer(path: Path) -> Any:
     """Load a tokenizer saved as JSON by ``tokenizers``; truncation and padding, if it has any, are turned off.
 
-    Raises:
-        DataError: if the file cannot be read.
-        MissingPackageError: if ``tokenizers`` is missing.
+    Raises DataError if the file cannot be read, MissingPackageError if ``tokenizers`` is missing.
     """
     tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
     try:
@@ -51,9 +49,8 @@ Progress = Callable[[int, int], None]  # called with the numbers of documents re
 def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progress = lambda *_: None) -> Any:
     """Train a byte-level BPE tokenizer on a text and save it as JSON.
 
-    Raises:
-        DataError: if the text cannot be read.
-        SettingsError: if ``vocab_size`` is below ``MIN_VOCAB_SIZE``, or ``save`` is a folder or the text.
+    Raises DataError if the text cannot be read, SettingsError if ``vocab_size`` is below ``MIN_VOCAB_SIZE`` or ``save``
+    is a folder or the text.
     """
     check_at_least(MIN_VOCAB_SIZE, {"vocab_size": vocab_size})
     check_output_file(save, path)
@@ -82,10 +79,8 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
 def tokenize_corpus(path: Path, tokenizer: Path, vocab_size: int, seq_len: int) -> TextData:
     """Tokenise all documents into one row in memory, and hold out its last twentieth.
 
-    Each document is followed by the end token if the tokenizer has one.
-
-    Raises:
-        DataError: if the tokenizer has more tokens than the model, or the text is too short.
+    Each document is followed by the end token if the tokenizer has one. Raises DataError if the tokenizer has more
+    tokens than the model, or the text is too short.
     """
     encode = document_encoder(tokenizer, vocab_size)
     tokens = torch.cat([torch.tensor(encode(text), dtype=torch.int32) for text in iter_documents(path)])
@@ -94,11 +89,7 @@ def tokenize_corpus(path: Path, tokenizer: Path, vocab_size: int, seq_len: int) 
 
 
 def document_encoder(tokenizer: Path, vocab_size: int) -> Callable[[str], list[int]]:
-    """Return a function from a document to its tokens, including the end token if the tokenizer has one.
-
-    Raises:
-        DataError: if the tokenizer has more tokens than the model.
-    """
+    """Return a function from a document to its tokens, including the end token if the tokenizer has one."""
     loaded = load_tokenizer(tokenizer)
     _check_vocabulary(loaded.get_vocab_size(), vocab_size)
     return functools.partial(_encode, loaded, loaded.token_to_id(END))
@@ -125,15 +116,11 @@ def pack_corpus(
     needed to read it: NAME.json (sizes and hashes) and NAME.tokenizer.json.
 
     Args:
-        path: the corpus, as in ``documents``.
+        path: the corpus, as in ``iter_documents``; DataError is raised if it cannot be read.
         tokenizer: the tokenizer.
-        save: the file to write, NAME; usually ends in .bin.
+        save: the file to write, NAME; usually ends in .bin. SettingsError is raised for a folder or the corpus.
         limit: stop after the document that reaches this number of tokens.
         on_progress: called after each document.
-
-    Raises:
-        DataError: if the corpus cannot be read.
-        SettingsError: if ``save`` is a folder or the corpus.
     """
     check_output_file(save, path)
     end, count, digest = tokenizer.token_to_id(END), 0, hashlib.sha256()
@@ -170,11 +157,9 @@ def pack_corpus(
 def load_packed(path: Path, vocab_size: int, seq_len: int, tokenizer: Path | None = None) -> TextData:
     """Return the memory-mapped text of a file that ``pack_corpus`` wrote, with its last 1/200 held out.
 
-    If the file's modification time differs from the recorded one, its hash is computed and compared.
-
-    Raises:
-        DataError: if the file was not written by ``pack_corpus`` or has changed since, its tokenizer is missing, has
-            changed, has more tokens than the model or differs from ``tokenizer``, or the text is too short.
+    If the file's modification time differs from the recorded one, its hash is compared. Raises DataError if the file
+    was not written by ``pack_corpus`` or has changed since, its tokenizer is missing, has changed, has more tokens than
+    the model or differs from ``tokenizer``, or the text is too short.
     """
     about = _about(path)
     tokenizer_sha256 = file_sha256(find_packed_tokenizer(path, tokenizer))
@@ -192,10 +177,7 @@ def load_packed(path: Path, vocab_size: int, seq_len: int, tokenizer: Path | Non
 
 
 def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:
-    """Return the tokenizer of a file that ``pack_corpus`` wrote.
-
-    Raises DataError if the tokenizer is missing or has changed, or differs from ``expected``.
-    """
+    """Return the tokenizer of a packed file; raise DataError if it is missing, has changed or is not ``expected``."""
     about = _about(path)
     tokenizer = path.with_name(Path(about["tokenizer"]).name)
     if not tokenizer.exists() or file_sha256(tokenizer) != about["tokenizer_sha256"]:

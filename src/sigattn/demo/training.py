@@ -82,15 +82,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options of the at
 def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     """Train the three models, write report.html, and return the runs of the report.
 
-    Args:
-        config: the settings.
-        on_row: called with a model's title and the metrics of each step.
-
-    Raises:
-        SettingsError: if the settings do not fit together, or the run folder already contains a run, which is not to
-            be resumed.
-        DataError: if the text is unusable.
-        CheckpointError, FolderInUseError, Interrupted, OSError: as in ``train``.
+    ``on_row`` is called with a model's title and the metrics of each step. Raises SettingsError if the settings do not
+    fit together or the run folder holds a run that is not to be resumed, DataError if the text is unusable, and the
+    errors of ``train``.
     """
     folder, task = config.run_folder, LanguageModelling()
     check_output_folder(folder)
@@ -121,9 +115,8 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
 
 def generate_sample(model: nn.Module, length: int = 400) -> str:
     """Return a text that a model generates from a fixed prompt."""
-    prompt = torch.tensor([list(b"The function ")])
-    generator = torch.Generator().manual_seed(0)
     assert isinstance(model, LanguageModel)
+    prompt, generator = torch.tensor([list(b"The function ")]), torch.Generator().manual_seed(0)
     tokens = model.generate(prompt, length, temperature=0.7, generator=generator)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 

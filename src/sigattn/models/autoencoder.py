@@ -65,13 +65,8 @@ class MaskedAutoencoder(Transformer):
         super().__init__()
         self.config = config
         e = config.encoder
-        d = replace(
-            e,
-            num_layers=config.decoder_num_layers,
-            embed_dim=config.decoder_embed_dim,
-            num_heads=config.decoder_num_heads,
-            mlp_dim=None,
-        )
+        sizes = {name: getattr(config, f"decoder_{name}") for name in ("num_layers", "embed_dim", "num_heads")}
+        d = replace(e, mlp_dim=None, **sizes)
         self.encoder: ViT = ViT(replace(e, num_classes=0))
         self.bridge: nn.Linear = nn.Linear(e.embed_dim, d.embed_dim)
         self.mask_token: nn.Parameter = nn.Parameter(torch.empty(1, 1, d.embed_dim))
@@ -82,7 +77,6 @@ class MaskedAutoencoder(Transformer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters."""
         initialize(self, self.config.encoder.initialization)
         self.encoder.reset_parameters()
         nn.init.trunc_normal_(self.mask_token, std=0.02)
@@ -92,10 +86,7 @@ class MaskedAutoencoder(Transformer):
     ) -> tuple[Float[Tensor, "batch patches pixels"], Float[Tensor, "batch patches"]]:
         """Return the predicted pixels of each patch, and 1 for hidden and 0 for visible patches.
 
-        Each call draws the hidden patches at random.
-
-        Raises:
-            ValueError: for images of a single patch.
+        Each call draws the hidden patches at random. Raises ValueError for images of a single patch.
         """
         x = self.encoder.embed(images)
         batch, patches, _ = x.shape

@@ -58,7 +58,7 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """Configuration of a stack of transformer blocks.
+    """Configuration of a stack of transformer blocks; SettingsError, a ValueError, for a number out of its range.
 
     Attributes:
         num_layers: number of blocks.
@@ -86,9 +86,6 @@ class TransformerConfig(ModelConfig):
         dropout: dropout probability of weights, within feed-forward layers and of branches, while training.
         drop_path: stochastic depth's probability in the last layer; it grows linearly from 0 in the first.
         initialization: "fan_in", "trunc_normal" or "moco_v3" (``sigattn.nn.initialization``).
-
-    Raises:
-        SettingsError: a ValueError, if a number is out of its range.
     """
 
     num_layers: int = 4
@@ -127,7 +124,6 @@ class TransformerConfig(ModelConfig):
 
     @property
     def transformer(self) -> TransformerConfig:
-        """This configuration."""
         return self
 
     def with_transformer(self: Config, **changes: Any) -> Config:
@@ -202,7 +198,6 @@ class TransformerConfig(ModelConfig):
     def make_attention(
         self, position: RotaryEmbedding | Alibi | None, *, causal: bool, max_seq_len: int | None
     ) -> Attention:
-        """Create an attention layer."""
         return Attention(
             self.embed_dim,
             self.num_heads,

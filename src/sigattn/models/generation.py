@@ -14,16 +14,13 @@ from sigattn.validation import SettingsError, check_at_least, check_not_negative
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Options of sampling.
+    """Options of sampling; SettingsError, a ValueError, for a number out of its range.
 
     Attributes:
         temperature: divisor of the logits, None for 1; 0 for greedy decoding.
         top_k: number of most probable tokens to sample from; None for all.
         top_p: probability of the smallest set of most probable tokens to sample from; None for all.
         stop_tokens: tokens that end a sequence.
-
-    Raises:
-        SettingsError: a ValueError, for numbers out of range.
     """
 
     temperature: float | None = None
@@ -39,7 +36,7 @@ class SamplingConfig:
             raise SettingsError(f"top_p must lie in (0, 1], got {self.top_p}")
 
     def sample_token(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw one token of each row of logits, (B, vocabulary); return (B,)."""
+        """Draw one token of each row of logits, (B, vocabulary) → (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / (1.0 if self.temperature is None else self.temperature)

@@ -146,11 +146,7 @@ class LanguageModel(Transformer):
         return (positions - cache[0].left_padding[:, None]).clamp(min=0)
 
     def new_kv_cache(self, left_padding: Int[Tensor, " batch"] | None = None) -> list[KVCache]:
-        """Create an empty key/value cache for each layer.
-
-        Args:
-            left_padding: first position of each sample whose prompt is padded on the left; None if all are 0.
-        """
+        """Create an empty cache for each layer; ``left_padding`` is the first position of each sample's prompt."""
         return [KVCache(self.config.max_seq_len, left_padding) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:

@@ -42,11 +42,7 @@ class ModelError(UserError):
 
 
 def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.Module:
-    """Create the model of a configuration on a device; None for PyTorch's default device.
-
-    Raises:
-        TypeError: if it is not a configuration of a model.
-    """
+    """Create a configuration's model on a device, None for PyTorch's default; raise TypeError if it is none."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"build: {type(config).__name__} is not the configuration of a model")
     with torch.device(device if device is not None else torch.get_default_device()):
@@ -56,13 +52,8 @@ def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.M
 def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None = None) -> None:
     """Write a model's configuration and weights to a folder, which is created if missing.
 
-    Args:
-        model: the model. folder: the folder.
-        state: its whole weights, if the model is sharded over processes; None for ``model.state_dict()``.
-
-    Raises:
-        TypeError: if the model's configuration is not in ``MODELS``.
-        OSError: if a file cannot be written, or ``folder`` is a file.
+    ``state`` are its whole weights, if the model is sharded over processes. Raises TypeError if the model's
+    configuration is not in ``MODELS``, OSError if a file cannot be written or ``folder`` is a file.
     """
     config: Any = getattr(model, "config", None)
     name = next((name for name, kind in MODELS.items() if type(config) is kind), None)
@@ -111,8 +102,7 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     """Load the model in a folder, in evaluation mode and PyTorch's default dtype; ``config.json`` has its class.
 
-    Raises:
-        ModelError: if the folder does not contain a model of this version, or a file has changed since it was saved.
+    Raises ModelError if the folder does not contain a model of this version, or a file has changed since it was saved.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

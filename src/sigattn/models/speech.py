@@ -124,12 +124,7 @@ class SpeechModel(Transformer):
     ) -> tuple[Float[Tensor, "batch steps vocab"], Int[Tensor, " batch"]]:
         """Return the log-probabilities, and the number of steps of each sample.
 
-        Args:
-            frames: padded to the longest sample. Padding does not affect the result.
-            lengths: number of frames of each sample; None for all.
-
-        Raises:
-            ValueError: if lengths does not have the shape (batch,).
+        ``lengths`` are the numbers of frames of the samples, None for all; padding does not affect the result.
         """
         if lengths is None:
             lengths = torch.full(frames.shape[:1], frames.shape[1], device=frames.device)

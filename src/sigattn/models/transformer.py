@@ -47,7 +47,6 @@ class Transformer(nn.Module):
     config: Any
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters."""
         initialize(self, self.config.initialization)
 
     def extra_repr(self) -> str:
@@ -69,10 +68,8 @@ class Transformer(nn.Module):
     def attention_report(self, *inputs: object, **options: object) -> list[AttentionStatistics]:
         """Return row mass, output norm, largest logit and sparsity of each attention layer for one forward.
 
-        Each statistic is (batch, heads). The forward is in evaluation mode; memory is linear in the length.
-
-        Args:
-            inputs, options: arguments of forward.
+        Each statistic is (batch, heads). The arguments are those of forward, which runs in evaluation mode; memory is
+        linear in the length.
         """
         with evaluation_mode(self), recording(self, "everything") as layers:
             self(*inputs, **options)

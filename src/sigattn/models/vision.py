@@ -129,11 +129,7 @@ class ViT(Transformer):
         return x[:, 0] if self.cls is not None else x.mean(1)
 
     def embed(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch patches embed_dim"]:
-        """Return the patches as tokens, with their position encoding.
-
-        Raises:
-            ValueError: for images of another size.
-        """
+        """Return the patches as tokens, with their position encoding; raise ValueError for images of another size."""
         c = self.config
         sides = images.shape[2:]
         fits = not any(s % c.patch_size for s in sides) if c.dynamic_img_size else sides == (c.image_size,) * 2
@@ -172,15 +168,12 @@ class ImageSinusoids(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the encoding."""
         self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.rows, self.columns))
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"{self.encoding.shape[1]}, rows={self.rows}, columns={self.columns}"
 
     def forward(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch patches embed_dim"]:
-        """Add the encoding."""
         return x + self.encoding.to(x.dtype)
 
 

@@ -15,11 +15,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in vision.RECIPES +
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
-
-    Raises:
-        SettingsError: if there is no such recipe.
-    """
+    """Return the recipe of a name, or raise SettingsError; NAME-tiny, NAME-softmax, NAME-tiny-softmax are variants."""
     base, _, form = name.rpartition("-")
     if form in ("tiny", "softmax"):
         recipe = find_recipe(base)

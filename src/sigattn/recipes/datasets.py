@@ -34,9 +34,8 @@ def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = 
         tokenizer: tokenizer file of a language model whose vocabulary is not bytes.
         workers: number of processes that read images.
 
-    Raises:
-        DataError: if the data is missing, or not of the kind that the recipe needs.
-        SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
+    Raises DataError if the data is missing, or not of the kind that the recipe needs; SettingsError if an option that
+    the recipe needs is missing, or an option does not apply to it.
     """
     if workers and (path is None or not recipe.data.takes_workers):
         raise SettingsError(f"workers={workers} is for folders of images, and {recipe.name} reads none: leave it out")
@@ -49,11 +48,7 @@ def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None =
 
     As in the paper's tables, the parts are LibriSpeech's dev-clean, dev-other, test-clean and test-other (those that
     ``path`` contains), or TED-LIUM's joint validation and test sets by duration. For other data there is one part with
-    an empty name, as loaded by ``load_dataset``.
-
-    Raises:
-        DataError: if the data is missing, or not of the kind that the recipe needs.
-        SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
+    an empty name, as loaded by ``load_dataset``, whose errors are raised.
     """
     _check_tokenizer(recipe, tokenizer)
     return recipe.data.load_held_out(recipe, path, tokenizer)
@@ -157,13 +152,8 @@ class SpeechSource(DataSource):
     def _speech(self, recipe: Recipe, training: Sequence[Utterance], held_out: Sequence[Utterance]) -> Speech:
         model: Any = recipe.model
         task: Any = recipe.task
-        return Speech(
-            training,
-            held_out,
-            CharTokenizer(task.alphabet),
-            num_mel_bins=model.num_mel_bins,
-            spec_augment_from=self.spec_augment_from,
-        )
+        options = {"num_mel_bins": model.num_mel_bins, "spec_augment_from": self.spec_augment_from}
+        return Speech(training, held_out, CharTokenizer(task.alphabet), **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,9 @@ SIZE_1B: dict[str, Any] = {"num_layers": 24, "embed_dim": 2048, "num_heads": 32}
 WITHOUT_BIAS: dict[str, Any] = {"norm_placement": "hybrid", "attention_bias": 0.0}
 C4 = TextSource(name="C4, realnews split, T5 tokens")
 ABLATED = LanguageModelConfig(
-    vocab_size=32_100,
-    feed_forward="gelu",
-    norm="layer",
-    qk_norm="layer",
-    position="rope",
+    vocab_size=32_100, feed_forward="gelu", norm="layer", qk_norm="layer", position="rope",
     initialization="trunc_normal",
-)
+)  # fmt: skip
 ABLATION = TrainConfig(precision="bfloat16", weight_decay=0.0, max_grad_norm=None)
 
 
@@ -57,29 +53,15 @@ def _of_table(
 ) -> Recipe:
     """Return a recipe of Table "lm_training_details"."""
     config = LanguageModelConfig(
-        vocab_size=32_768,
-        max_seq_len=max_seq_len,
-        embed_dim=embed_dim,
-        mlp_dim=256 * math.ceil(8 * embed_dim / 3 / 256),
-        position="alibi",
-        **model,
-    )
+        vocab_size=32_768, max_seq_len=max_seq_len, embed_dim=embed_dim,
+        mlp_dim=256 * math.ceil(8 * embed_dim / 3 / 256), position="alibi", **model,
+    )  # fmt: skip
     training = TrainConfig(
-        max_steps=steps,
-        batch_size=batch_tokens // max_seq_len,
-        precision="bfloat16",
-        learning_rate=1e-2,
-        mup_simple=True,
-        warmup_steps=5000,
-        weight_decay=1e-4,
-        independent_decay=True,
-        parallel="fsdp",
-        checkpoint_activations=embed_dim >= 2048,
-        validate_every=5000,
-        eval_batch_size=8,
-        checkpoint_every=1000,
+        max_steps=steps, batch_size=batch_tokens // max_seq_len, precision="bfloat16", learning_rate=1e-2,
+        mup_simple=True, warmup_steps=5000, weight_decay=1e-4, independent_decay=True, parallel="fsdp",
+        checkpoint_activations=embed_dim >= 2048, validate_every=5000, eval_batch_size=8, checkpoint_every=1000,
         log_attention_every=100,
-    )
+    )  # fmt: skip
     objective = f"Next-token ({'<=' if max_seq_len <= 2048 else '>'}2k seq len)"
     return _language(name, objective, config, training, TextSource(name="RedPajama"), *texts)
 

@@ -143,15 +143,7 @@ class Recipe:
 
 
 _SMALL_TRAINING: dict[str, Any] = {
-    "grad_accum_steps": 1,
-    "precision": "float32",
-    "max_grad_norm": 1.0,
-    "optimizer": "adamw",
-    "weight_decay": 0.05,
-    "independent_decay": False,
-    "schedule": "cosine",
-    "final_learning_rate": 0.05,
-    "parallel": "ddp",
-    "checkpoint_activations": False,
-    "log_attention_every": 1,
-}
+    "grad_accum_steps": 1, "precision": "float32", "max_grad_norm": 1.0, "optimizer": "adamw", "weight_decay": 0.05,
+    "independent_decay": False, "schedule": "cosine", "final_learning_rate": 0.05, "parallel": "ddp",
+    "checkpoint_activations": False, "log_attention_every": 1,
+}  # fmt: skip

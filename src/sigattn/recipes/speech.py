@@ -43,20 +43,14 @@ def _speech(
         model=SpeechModelConfig(**model),
         task=CTC(),
         training=TrainConfig(
-            batch_size=round(hours * 3600),
-            precision="bfloat16",
-            schedule="steps",
-            validate_every=2000,
-            eval_batch_size=600,
-            checkpoint_every=2000,
-            log_attention_every=100,
-            **training,
+            batch_size=round(hours * 3600), precision="bfloat16", schedule="steps", validate_every=2000,
+            eval_batch_size=600, checkpoint_every=2000, log_attention_every=100, **training,
         ),
         tiny_training={"max_steps": 1000, "batch_size": 60, "learning_rate": 2e-3},
         tiny_minutes=minutes,
         data=SpeechSource(name=f"LibriSpeech {size} h", librispeech=parts, spec_augment_from=spec_augment_from),
         softmax_changes={"qk_norm": "none"},
-    )
+    )  # fmt: skip
 
 
 def _ls960(name: str, about: str, paper: str, **model: Any) -> Recipe:

@@ -39,18 +39,11 @@ def _vision(
     """Return a recipe; the peak learning rate is ``rate`` for a batch of 256 and scaled linearly."""
     peak = rate * BATCH / 256
     training = TrainConfig(
-        max_steps=epochs * STEPS_OF_AN_EPOCH,
-        batch_size=BATCH,
-        precision="bfloat16",
-        learning_rate=peak,
-        final_learning_rate=final_rate / peak,
-        weight_decay=weight_decay,
-        max_grad_norm=None,
-        warmup_steps=warmup * STEPS_OF_AN_EPOCH,
-        validate_every=STEPS_OF_AN_EPOCH,
-        checkpoint_every=STEPS_OF_AN_EPOCH,
+        max_steps=epochs * STEPS_OF_AN_EPOCH, batch_size=BATCH, precision="bfloat16", learning_rate=peak,
+        final_learning_rate=final_rate / peak, weight_decay=weight_decay, max_grad_norm=None,
+        warmup_steps=warmup * STEPS_OF_AN_EPOCH, validate_every=STEPS_OF_AN_EPOCH, checkpoint_every=STEPS_OF_AN_EPOCH,
         log_attention_every=100,
-    )
+    )  # fmt: skip
     return Recipe(
         name,
         f"{about}, ImageNet-1k, {epochs} epochs",

@@ -34,11 +34,7 @@ class Classification(Task):
         check_not_negative(self, "mixup")
 
     def build(self, model: Any) -> nn.Module:
-        """Return the model.
-
-        Raises:
-            ValueError: if it has fewer than 2 classes, or mixup is on and its inputs are tokens.
-        """
+        """Return the model; raise ValueError if it has fewer than 2 classes, or mixup is on for tokens."""
         if model.num_classes < 2:
             raise ValueError(
                 f"Classification needs a model with at least 2 classes, got num_classes={model.num_classes}"

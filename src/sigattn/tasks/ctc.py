@@ -30,12 +30,7 @@ class CTC(Task):
     metric = "wer"
 
     def build(self, model: SpeechModelConfig) -> nn.Module:
-        """Return the speech model.
-
-        Raises:
-            SettingsError: if the model's vocabulary is not the alphabet and the blank.
-            MissingPackageError: if jiwer, which ``evaluate`` needs, is missing.
-        """
+        """Return the speech model; raise SettingsError if its vocabulary is not the alphabet and the blank."""
         require("jiwer", "word error rates", "'sigattn[speech]'")
         if model.vocab_size != 1 + len(self.alphabet):
             raise SettingsError(

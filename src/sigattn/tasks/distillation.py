@@ -52,11 +52,7 @@ class Distillation(Task):
         return self.task.metric
 
     def build(self, model: Any) -> nn.Module:
-        """Return the other task's module.
-
-        Raises:
-            ModelError: if the teacher cannot be loaded.
-        """
+        """Return the other task's module; raise ModelError if the teacher cannot be loaded."""
         _ = self._teacher
         return self.task.build(model)
 

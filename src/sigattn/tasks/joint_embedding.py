@@ -117,14 +117,12 @@ class SimCLR(Task):
         check_at_least(1, self, "projector_dim", "output_dim")
 
     def build(self, model: ViTConfig) -> nn.Module:
-        """Return backbone and projector."""
         return Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
 
     def tiny(self) -> SimCLR:
         return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """Return the backbone without the projector."""
         return module.get_submodule("backbone")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -212,7 +210,6 @@ class BYOL(Task):
         return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """Return the student's backbone."""
         return module.get_submodule("student.backbone")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -42,17 +42,12 @@ class LanguageModelling(Task):
         check_at_least(0, self, "end_token")
 
     def build(self, model: LanguageModelConfig) -> nn.Module:
-        """Return the language model.
-
-        Raises:
-            SettingsError: if its vocabulary does not contain the end token.
-        """
+        """Return the language model; raise SettingsError if its vocabulary does not contain the end token."""
         if self.end_token is not None and self.end_token >= model.vocab_size:
             raise SettingsError(f"end_token must be below the vocabulary of {model.vocab_size}, got {self.end_token}")
         return model.build()
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy in nats."""
         logits, targets = self._predict(module, batch)
         # not the mean of cross_entropy, which is NaN if all targets are ignored
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / self.count(batch).clamp(min=1)
@@ -74,11 +69,8 @@ class LanguageModelling(Task):
 
     def _predict(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits (B · N, vocabulary) in float32 and targets (B · N,)."""
-        tokens = batch[0]
-        if self.end_token is None:
-            logits = module(tokens)
-        else:
-            logits = module(tokens, documents=Documents.from_end_token(tokens, self.end_token))
+        tokens, end = batch[0], self.end_token
+        logits = module(tokens) if end is None else module(tokens, documents=Documents.from_end_token(tokens, end))
         return logits.flatten(0, 1).float(), self.targets(batch).flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:

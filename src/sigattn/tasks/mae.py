@@ -25,7 +25,6 @@ class MaskedAutoencoding(Task):
     has_labels = False
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """Return the encoder."""
         return module.get_submodule("encoder")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -11,14 +11,7 @@ from torch import Tensor
 def bias_bounds(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bounds of App. E's proposition: -log(n - 1) - max z ≤ b* ≤ -log(n - 1) - min z.
 
-    Args:
-        logits: (..., n), n ≥ 2, floating point and finite.
-
-    Returns:
-        The lower and the upper bound, each (...).
-
-    Raises:
-        ValueError: if n < 2 or a logit is not finite.
+    Logits are (..., n), the lower and the upper bound (...) each. Raises ValueError if n < 2 or a logit is not finite.
     """
     n = logits.shape[-1] if logits.dim() else 0
     if n < 2:
@@ -32,16 +25,8 @@ def normalizing_bias(logits: Tensor) -> Tensor:
     """Return the unique b* with Σ_i σ(z_i + b*) = 1 (App. E's proposition) for each row of logits.
 
     The sum increases with b, so b* is found by bisection from the proposition's bounds. The bisection ends when float64
-    has no number between the bounds, so that b* is exact to rounding.
-
-    Args:
-        logits: (..., n), n ≥ 2, floating point and finite; solved in float64.
-
-    Returns:
-        (...), float64.
-
-    Raises:
-        ValueError: if n < 2 (a single weight of 1 needs an infinite bias) or a logit is not finite.
+    has no number between the bounds, so that b* is exact to rounding. Logits are (..., n), the result is (...) in
+    float64. Raises ValueError if n < 2 (a single weight of 1 needs an infinite bias) or a logit is not finite.
 
     >>> normalizing_bias(torch.zeros(5)).item() == -math.log(4)
     True

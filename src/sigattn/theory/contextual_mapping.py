@@ -37,10 +37,7 @@ def modified_attention(l: Sequence[Any], b_q_twice: int, b_k_twice: int) -> list
     This is the definition of the modified sigmoid self-attention layer with q = k = v = u and o = e₀: row k of the
     weight matrix belongs to the value that is summed, column j to the token that is updated. Biases are given doubled,
     so that half units are integers. H(0) = 1/2, so that 2H is 1 plus the sign, and the weights are an outer product of
-    signs plus one.
-
-    Args:
-        l: n integers, or n integer tensors with one entry per input.
+    signs plus one. The indices l are n integers, or n integer tensors with one entry per input.
     """
     signed, total = sum(v * sign(2 * v - b_q_twice) for v in l), sum(l)
     return [2 * (signed * sign(2 * w - b_k_twice) + total) for w in l]
@@ -111,11 +108,7 @@ class ContextualMapping:
         return result
 
     def apply(self, columns: Sequence[Column]) -> list[list[int]]:
-        """Return the tokens after all layers, Ψ(X); only their first numbers change.
-
-        Args:
-            columns: n different tokens, each d numbers in 0 … N - 1.
-        """
+        """Return n different tokens of d numbers in 0 … N - 1 after all layers, Ψ(X); their first numbers change."""
         if len(columns) != self.n or any(len(x) != self.d for x in columns):
             raise ValueError(f"ContextualMapping: needs {self.n} tokens of {self.d} numbers, got {columns}")
         if any(not 0 <= v < self.inverse_delta for x in columns for v in x):
@@ -130,11 +123,8 @@ class ContextualMapping:
         """Return the indices l̃ after the selective shifts by the corrected formula with binomials.
 
         l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, where s_j is the sum of all l but l_j. (The
-        paper prints s_{k-i+1}, which agrees with its own unrolled terms up to j = 3 only.)
-
-        Args:
-            l: n ascending integers, or integer tensors.
-            as_printed: use the index that the paper prints.
+        paper prints s_{k-i+1}, which agrees with its own unrolled terms up to j = 3 only: ``as_printed``.) The indices
+        l are n ascending integers, or integer tensors.
         """
         total, c = sum(l), self.c
         s = [total - x for x in l]
@@ -188,9 +178,7 @@ class ContextualMapping:
 class Verification:
     """Numbers of cases of App. C's statements, counted over every input of a mapping.
 
-    Attributes:
-        checked: number of cases checked, by statement.
-        failed: number of cases that fail, by statement.
+    ``checked`` has the number of cases by statement, ``failed`` the number of those that fail.
     """
 
     FORMULA = "l̃ is given by the closed form, corrected"
@@ -227,9 +215,8 @@ class Verification:
     def _check(self, m: ContextualMapping, before: Sequence[Any], l: Sequence[Any], final: Sequence[Any]) -> None:
         """Check the statements about single inputs.
 
-        Args:
-            before, l, final: the indices before the layers, after the selective shifts and after all layers: n integers
-                each, or n tensors with one entry per input.
+        The indices are those before the layers, after the selective shifts (l) and after all layers: n integers each,
+        or n tensors with one entry per input.
         """
         n, c = m.n, m.c
         self._count(self.FORMULA, _all_equal(m.closed_form(before), l))
@@ -251,12 +238,10 @@ class Verification:
 
 
 def _numbers(l: Iterable[Any]) -> list[int]:
-    """Return the numbers of integers or of integer tensors."""
     return [number for x in l for number in (x.tolist() if isinstance(x, Tensor) else (x,))]
 
 
 def _all(conditions: Iterable[Any]) -> Any:
-    """Return the conjunction of booleans, or elementwise of boolean tensors."""
     return functools.reduce(operator.and_, conditions)
 
 

@@ -51,7 +51,6 @@ class Head:
         return self.query.shape[1] ** -0.5 if self.scale is None else self.scale
 
     def bias_value(self, n: int) -> float:
-        """Return the bias b for n tokens; 0 for softmax."""
         bias = -math.log(n) if self.bias is None else self.bias
         return 0.0 if self.activation == "softmax" else bias
 
@@ -149,10 +148,8 @@ def exponential_lower_bound(radius: float) -> float:
 def search(trials: int, climbs: int) -> tuple[list[float], list[float]]:
     """Return ratios of norm to bound in Theorem 3.2 for random inputs, and along gradient ascents on the ratio.
 
-    Args:
-        trials: number of random inputs. Sizes and biases are drawn, scales of weights and tokens over two orders of
-            magnitude.
-        climbs: number of gradient ascents of 60 steps with respect to tokens and weights, each from a random input.
+    Sizes and biases of the ``trials`` inputs are drawn, and scales of weights and tokens over two orders of magnitude.
+    Each of the ``climbs`` is 60 steps with respect to tokens and weights from a random input.
     """
     generator = torch.Generator().manual_seed(0)
     ratios = [_ratio(*_draw(generator)).item() for _ in range(trials)]

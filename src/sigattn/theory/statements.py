@@ -25,31 +25,20 @@ HOLDS, CORRECTED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement of the paper and the result of checking it.
-
-    Attributes:
-        claim: the statement.
-        where: section, theorem or equation of the paper.
-        cases: number of cases checked.
-        verdict: "holds", "holds corrected", "fails" or "depends".
-        note: details of the result; may be empty.
-    """
+    """Statement of the paper and the result of checking it."""
 
     claim: str
-    where: str
-    cases: int
-    verdict: str
-    note: str
+    where: str  # section, theorem or equation of the paper
+    cases: int  # number of cases checked
+    verdict: str  # "holds", "holds corrected", "fails" or "depends"
+    note: str  # details of the result; may be empty
 
 
 def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
     """Check every statement in turn.
 
-    Args:
-        limit: enumerate contextual mappings with up to this many tokens (inputs times n), and search Theorem 3.2's
-            bound with as many random inputs, at most 2,000; 50,000 takes a minute.
-        longest: largest sequence length n. (``limit`` does not bound n: grids with few more points than tokens exist
-            for every n.)
+    Contextual mappings are enumerated with up to ``limit`` tokens (inputs times n) and n up to ``longest``, and Theorem
+    3.2's bound is searched with ``limit`` random inputs, at most 2,000; 50,000 takes a minute.
     """
     yield from contextual_mappings(limit, longest)
     yield from jacobian_bounds(min(limit, 2000))

@@ -49,13 +49,9 @@ def save(
 ) -> Path:
     """Write the state after ``step`` steps, and delete all but the ``keep_checkpoints`` newest checkpoints.
 
-    ``settings`` are stored as JSON in the same folder, and compared when the run is resumed.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: if it cannot be written, for example on a full disk; older checkpoints are then unchanged.
+    ``settings`` are stored as JSON in the same folder, and compared when the run is resumed. Returns the folder of the
+    checkpoint. Raises CheckpointError if it cannot be written, for example on a full disk; older checkpoints are then
+    unchanged.
     """
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
@@ -114,13 +110,9 @@ def load(
     *,
     average: nn.Module | None = None,
 ) -> int:
-    """Load a checkpoint into a module and an optimiser that were built like those that were saved.
+    """Load a checkpoint into a module and an optimiser built like those that were saved; return the steps done.
 
-    Returns:
-        The number of steps done.
-
-    Raises:
-        CheckpointError: if the checkpoint is damaged, or comes from a run with another configuration.
+    Raises CheckpointError if the checkpoint is damaged, or comes from a run with another configuration.
     """
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -199,7 +191,6 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proce
 
 
 def _read_tensors(path: Path, tensors: dict[str, Tensor], processes: ProcessMesh) -> None:
-    """Read tensors of a checkpoint in place."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -241,8 +232,7 @@ def _errors_on_all_processes(failure: str, processes: ProcessMesh) -> Iterator[N
 
 def _reason(error: BaseException) -> str:
     """Return why a file could not be read or written; for a CheckpointException, on the first process that failed."""
-    failures = getattr(error, "failures", None)
-    if failures:
+    if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

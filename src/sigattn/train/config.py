@@ -18,7 +18,7 @@ CHANGEABLE_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Configuration of a training run.
+    """Configuration of a training run; SettingsError, a ValueError, for a number out of its range.
 
     Attributes:
         max_steps: number of updates.
@@ -59,9 +59,6 @@ class TrainConfig:
             sparsity (``sigattn.attention_statistics``; computes the attention a second time); 0 for none.
         wandb: project of Weights & Biases that metrics are also sent to; None for none.
         seed: seed of the initial weights, the order of the data and everything random in a step.
-
-    Raises:
-        SettingsError: a ValueError, if a number is out of its range.
     """
 
     max_steps: int = 300

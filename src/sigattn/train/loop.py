@@ -42,8 +42,7 @@ Row = dict[str, Any]
 class Interrupted(Exception):  # noqa: N818  (not an error)
     """Training was stopped by a signal; its state is in the last checkpoint.
 
-    Attributes:
-        signal: number of the signal, SIGINT (Ctrl-C) or SIGTERM.
+    ``signal`` is the number of the signal, SIGINT (Ctrl-C) or SIGTERM.
     """
 
     def __init__(self, message: str, signal: int) -> None:
@@ -135,11 +134,8 @@ def evaluate(task: Task, model: ModelConfig, config: TrainConfig, data: Data, fo
     """Return the metrics of a run on the held-out data; arguments as in ``train``.
 
     The model in ``folder/model`` is evaluated if it is the whole trained module, else (before training has ended, or
-    with an objective that adds layers to the model) the last checkpoint.
-
-    Raises:
-        CheckpointError: if there is neither, or the checkpoint does not fit.
-        ModelError: if the model in the folder has another configuration.
+    with an objective that adds layers to the model) the last checkpoint. Raises CheckpointError if there is neither or
+    the checkpoint does not fit, ModelError if the model in the folder has another configuration.
     """
     processes, evaluation = init_process_mesh(), replace(config, compile=False)
     if processes.world_size == 1:  # a run of several processes can be evaluated on one
@@ -275,20 +271,16 @@ class Trainer:
                 stop = self.processes.reduce_max(request.signal)
                 if done % config.checkpoint_every == 0 or is_last or stop:
                     self._check_weights(step)
-                    path = checkpoint.save(
-                        self.checkpoints,
-                        self.module,
-                        self.optimizer,
-                        done,
-                        settings,
-                        self.processes,
-                        average=self.average,
-                        keep_checkpoints=config.keep_checkpoints,
-                    )
+                    path = self._save_checkpoint(done, settings)
                 if stop:
                     raise Interrupted(
                         f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop
                     )
+
+    def _save_checkpoint(self, done: int, settings: dict[str, Any]) -> Path:
+        run = (self.module, self.optimizer, done, settings, self.processes)
+        keep = self.config.keep_checkpoints
+        return checkpoint.save(self.checkpoints, *run, average=self.average, keep_checkpoints=keep)
 
     def _is_finite(self) -> bool:
         """Return True if all weights and the optimizer's state, on all processes, are finite."""
@@ -300,7 +292,6 @@ class Trainer:
         return not self.processes.reduce_max(not torch.stack(are_finite).all())
 
     def _check_weights(self, step: int) -> None:
-        """Raise NonFiniteLossError if a weight is not finite."""
         if not self._is_finite():
             raise self._not_finite(f"step {step}: weights that are not finite")
 
@@ -343,11 +334,10 @@ class Trainer:
     def _backward(
         self, batch: Batch, recorded: list[Attention]
     ) -> tuple[Tensor, Tensor | None, list[AttentionStatistics]]:
-        """Compute the gradients of the mean loss over the whole batch, in micro-batches.
+        """Compute the gradients of the mean loss over the whole batch, in micro-batches, and return that mean.
 
-        Returns:
-            That mean, the mean norm of the outputs of the ``recorded`` layers (None without such layers), and the
-            layers' last statistics in each of this process's micro-batches.
+        Also returned: the mean norm of the outputs of the ``recorded`` layers (None without such layers), and the
+        layers' last statistics in each of this process's micro-batches.
         """
         processes, device, shard = self.processes, self.processes.device, None
         if processes.cp_mesh is not None:
@@ -388,9 +378,7 @@ class Trainer:
         if shard is not None:
             tensors = (shard.shard(t) for t in tensors)
         parts = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in tensors), strict=True))
-        missing = 0
-        if self.config.grad_accum_steps > 1:
-            missing = self.processes.reduce_max(len(parts)) - len(parts)
+        missing = self.processes.reduce_max(len(parts)) - len(parts) if self.config.grad_accum_steps > 1 else 0
         counted = [not isinstance(batch, PlaceholderBatch)] * len(parts)
         return list(zip(parts + parts[-1:] * missing, counted + [False] * missing, strict=True))
 
@@ -448,10 +436,7 @@ def _check_context(task: Task, model: ModelConfig, config: TrainConfig) -> None:
         raise SettingsError(f"context_parallel supports language models with sigmoid attention only, got {model}")
     if task.needs_whole_sequences:
         raise SettingsError(f"context_parallel does not support {task}, whose loss needs whole sequences")
-    for name, value in (
-        ("compile", config.compile),
-        ("statistics_every", config.statistics_every),
-        ("dropout", transformer.dropout),
-    ):
+    unsupported = {"compile": config.compile, "statistics_every": config.statistics_every}
+    for name, value in {**unsupported, "dropout": transformer.dropout}.items():
         if value:
             raise SettingsError(f"context_parallel does not support {name}={value}: set {name}={type(value)()}")

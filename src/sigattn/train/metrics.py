@@ -21,16 +21,9 @@ from sigattn.optional import require
 class MetricsLog:
     """Writer of ``metrics.jsonl`` and of tensorboard's event file in a folder.
 
-    Args:
-        folder: folder of both files; it must exist.
-        first_step: the first step to be written; rows of this and later steps, written by an interrupted run, are
-            deleted.
-        wandb: project of Weights & Biases that receives the same rows; None for none. A resumed run continues as the
-            same run there.
-        settings: settings of the run, stored in that project.
-
-    Raises:
-        MissingPackageError: if ``wandb`` is set and the package is not installed.
+    The folder must exist. Rows of ``first_step`` and later steps, written by an interrupted run, are deleted. ``wandb``
+    is a project of Weights & Biases that receives the same rows, and the ``settings`` of the run; a resumed run
+    continues as the same run there. Raises MissingPackageError if ``wandb`` is set and the package is not installed.
     """
 
     def __init__(
@@ -62,7 +55,6 @@ class MetricsLog:
             self._run.log({n: v for n, v in row.items() if n != "step"}, step=row["step"])
 
     def close(self) -> None:
-        """Write buffered rows and close all files."""
         with add_path_to_errors(self.path):
             self._file.close()
         with add_path_to_errors(self._events):
