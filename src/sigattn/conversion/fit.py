@@ -18,9 +18,9 @@ from sigattn.conversion.report import ConversionError
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.nn.written_softmax import WrittenSoftmax
-from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 from sigattn.ops.reference import masked_logits, row_blocks
+from sigattn.ops.settings import without_autocast
 
 MARGIN = 6.0  # in nats; docs/log.md compares others
 SPREAD = 3.0

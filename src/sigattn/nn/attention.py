@@ -20,7 +20,7 @@ from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
-from sigattn.ops.proxies import record_module
+from sigattn.ops.custom_ops import record_module
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_bool, check_finite, check_probability

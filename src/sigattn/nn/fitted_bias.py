@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.ops.autocast import without_autocast
+from sigattn.ops.settings import without_autocast
 
 EPS = 1e-6  # added to the norm of an output's row
 MAX_LOG_SCALE = 5.0  # bound of |log scale|, e⁵ ≈ 150

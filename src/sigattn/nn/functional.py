@@ -17,10 +17,10 @@ from sigattn.nn.documents import Documents
 from sigattn.ops import problem as problems
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.autocast import without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
-from sigattn.ops.positions import alibi, band
 from sigattn.ops.problem import UNLIMITED, Problem, cast_operands, combine_window, two_sided_slopes
+from sigattn.ops.reference import alibi, band
+from sigattn.ops.settings import without_autocast
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
 

@@ -15,9 +15,9 @@ from sigattn.nn.observer import CallObserver
 from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
+from sigattn.ops.custom_ops import record_module
 from sigattn.ops.mask import refuse_subclass
 from sigattn.ops.problem import Problem, make_problem
-from sigattn.ops.proxies import record_module
 
 
 class UnfusedMultihead(nn.MultiheadAttention):

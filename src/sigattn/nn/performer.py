@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sigattn.ops.autocast import without_autocast
+from sigattn.ops.settings import without_autocast
 from sigattn.shapes import Float, Int
 
 

@@ -33,7 +33,7 @@ from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.nn.written_softmax import WrittenSoftmax, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.proxies import record_module
+from sigattn.ops.custom_ops import record_module
 
 
 class SigmoidLayer(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sigattn.nn.bias import AttentionBias, VisibleKeysBias
-from sigattn.ops.positions import band
 from sigattn.ops.problem import NORMALIZED_MARGIN, at_least, combine_window, log_length_bias, log_size_bias
+from sigattn.ops.reference import band
 
 HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, -100 + bias (Swin)
 

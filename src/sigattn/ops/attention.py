@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, reference, triton, validation, vmap
-from sigattn.ops.custom_ops import Backend, Operator, has_values
+from sigattn.ops.custom_ops import Backend, Operator, has_values, record
 from sigattn.ops.problem import Problem, VarlenProblem, cast_operands, make_problem
-from sigattn.ops.proxies import record
 from sigattn.ops.settings import BACKENDS
 from sigattn.ops.varlen import VARLEN
 

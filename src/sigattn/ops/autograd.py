@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,8 +22,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-
-from sigattn.ops import onnx
 
 NO_FORWARD_MODE = (
     'sigmoid_attention: forward-mode derivatives need backend="reference", which is the default inside of '
@@ -134,8 +133,8 @@ def register_without(library: torch.library.Library, op: Op, message: str) -> No
     """Register an op without a derivative: called with a tensor that requires a gradient, it raises RuntimeError."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if onnx.exporting():
-            onnx.refuse(str(op.overload))
+        if exporting_to_onnx():
+            refuse_onnx(str(op.overload))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if needs_grad(tensors):
@@ -150,3 +149,20 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError if a tensor has a forward-mode tangent, which only the backend "reference" supports."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(NO_FORWARD_MODE)
+
+
+def exporting_to_onnx() -> bool:
+    """Return True while ``torch.onnx.export`` traces a call (without importing ``torch.onnx``, which takes 0.1 s).
+
+    It traces the ops again when it decomposes an exported program; the formula, in operators of ONNX, replaces them.
+    """
+    tracing = torch._C._len_torch_dispatch_stack() > 0
+    return tracing and "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
+def refuse_onnx(name: str) -> NoReturn:
+    """Raise RuntimeError for an op that cannot be exported to ONNX."""
+    raise RuntimeError(
+        f"{name} cannot be exported to ONNX: packed sequences and caches written in place are not supported; use "
+        "sigmoid_attention with key_lengths or a mask"
+    )

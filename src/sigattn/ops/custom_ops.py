@@ -14,17 +14,19 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
+from torch.fx import Proxy
+from torch.overrides import handle_torch_function
 
-from sigattn.ops import autograd, onnx, settings, vmap
+from sigattn.ops import autograd, settings, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
 from sigattn.ops.problem import P, Problem, new_result
 
@@ -193,9 +195,9 @@ class Operator(Generic[P]):
     def _autograd(self, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         """Call the op below autograd, and record it if a derivative is needed."""
         *fields, backend, _ = args
-        if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
+        if torch._C._len_torch_dispatch_stack() > 0 and autograd.exporting_to_onnx():
             if self.traced_formula is None:
-                onnx.refuse(str(self.forward_op))
+                autograd.refuse_onnx(str(self.forward_op))
             if Problem(*fields).seed is not None:
                 raise RuntimeError(
                     f"{self.function} with dropout cannot be exported to ONNX: call eval() on the model first"
@@ -374,3 +376,23 @@ def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any
 def _no_gradient(like: Tensor) -> Tensor:
     """Return an empty tensor, which stands for a gradient that is not needed, because ops cannot return None."""
     return like.new_empty(0)
+
+
+# -- proxies, such as those of ``torch.fx.symbolic_trace``, whose calls are recorded in a graph ------------------------
+
+
+def record(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Any:
+    """Return what the proxies return for a call of a function, given the call's arguments by name, operands first."""
+    operands = [arguments[name] for name in list(arguments)[:3]]
+    return handle_torch_function(function, operands, **arguments)
+
+
+def record_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the proxy of a layer's call, which becomes one node of the graph; None if no argument is a proxy."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Proxy):
+            tracer: Any = argument.tracer
+            if module is tracer.root:
+                raise TypeError(f"{type(module).__name__} is one node for torch.fx: trace a module that contains it")
+            return tracer.create_proxy("call_module", tracer.path_of_module(module), tuple(args), dict(kwargs))
+    return None

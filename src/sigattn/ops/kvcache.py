@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from sigattn.ops import autograd, blocked, reference, triton, validation
-from sigattn.ops.custom_ops import Backend, Operator, has_values, library
+from sigattn.ops.custom_ops import Backend, Operator, has_values, library, record
 from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
-from sigattn.ops.proxies import record
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (

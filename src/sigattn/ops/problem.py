@@ -6,6 +6,7 @@ slope or two). ``Problem`` has one form for each, so that backends do not distin
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import settings, validation
-from sigattn.ops.autocast import is_autocast_enabled
 from sigattn.ops.block_mask import Blocks
 from sigattn.ops.gradients import Result, Saved
 
@@ -315,7 +315,18 @@ def _shared_options(problem: VarlenProblem | KVCacheProblem) -> dict[str, Any]:
     return {name: getattr(problem, name) for name in _SHARED if hasattr(problem, name)}
 
 
-# -- layout of outputs ------------------------------------------------------------------------------------------------
+# -- memory and layout of outputs -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def keep_memory_warm() -> None:
+    """Make glibc's allocator keep freed memory of up to 31 MiB for reuse, once per process.
+
+    It returns larger freed blocks than a threshold to the system, so that each new one causes page faults, which
+    doubled the time of a forward pass (docs/log.md). The threshold is the size of the largest block freed so far, up to
+    32 MiB; allocating that much and freeing it, without touching it, raises it. Other allocators are not affected.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def memory_order(t: Tensor) -> list[int]:
@@ -431,7 +442,7 @@ def cast_operands(*operands: Any) -> tuple[Any, ...]:
     if not torch._C._is_any_autocast_enabled():
         return operands
     first = operands[0]
-    if not isinstance(first, Tensor) or not is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not settings.is_autocast_enabled(first.device.type):
         return operands
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

@@ -20,8 +20,15 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.gradients import Result, Saved, without_saved
-from sigattn.ops.positions import alibi, band
-from sigattn.ops.problem import NORMALIZED_MARGIN, KVCacheProblem, Problem, VarlenProblem, in_order_of, new_output
+from sigattn.ops.problem import (
+    NORMALIZED_MARGIN,
+    UNLIMITED,
+    KVCacheProblem,
+    Problem,
+    VarlenProblem,
+    in_order_of,
+    new_output,
+)
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 
@@ -177,3 +184,34 @@ def _drop(p: Problem, weights: Tensor) -> Tensor:
     at = (torch.arange(batch * heads, device=weights.device) + p.first_head).view(batch, heads)
     i, j = torch.arange(p.query_offset, p.query_offset + n, device=at.device), torch.arange(m, device=at.device)
     return weights * keep_mask(p.seed, at, i, j, p.dropout_p) * p.keep_scale
+
+
+def band(
+    left: int, right: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
+) -> Tensor:  # (rows, columns)
+    """Return the mask that is True where i - left ≤ j ≤ i + right, for queries i in rows and keys j in columns."""
+    i = torch.arange(*rows, device=device).unsqueeze(1)
+    j = torch.arange(*columns, device=device)
+    visible = torch.ones((), dtype=torch.bool, device=device).expand(i.shape[0], j.shape[0])
+    if left != UNLIMITED:
+        visible = visible & (i - j <= left)  # i - left may overflow, and so may i + right
+    if right != UNLIMITED:
+        visible = visible & (j - i <= right)
+    return visible
+
+
+def alibi(
+    slopes: Tensor, rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype
+) -> Tensor:  # (B or 1, Hq, rows, columns)
+    """Return ALiBi's term -slope · |i - j|, with one slope for keys before the query and one for keys after it."""
+    before, after = distances(rows, columns, dtype, slopes.device)
+    s = slopes.to(dtype).unflatten(-1, (2, 1, 1))
+    return -(s[..., 0, :, :] * before + s[..., 1, :, :] * after)
+
+
+def distances(
+    rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:  # each (rows, columns)
+    """Return the distances max(i - j, 0) of keys before the query and max(j - i, 0) of keys after it."""
+    offset = torch.arange(*rows, device=device).unsqueeze(1) - torch.arange(*columns, device=device)
+    return offset.clamp(min=0).to(dtype), (-offset).clamp(min=0).to(dtype)

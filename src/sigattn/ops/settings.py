@@ -1,10 +1,12 @@
-"""Settings of calls that do not specify them: the precision of σ, and the backend."""
+"""Settings of calls that do not specify them: the precision of σ, the backend, and autocast."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -82,3 +84,20 @@ def set_sigmoid_precision(precision: str) -> None:
 def get_sigmoid_precision() -> str:
     """Return the current setting of ``set_sigmoid_precision``: "accurate" or "fast"."""
     return current_precision
+
+
+_supports_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+def is_autocast_enabled(device_type: str) -> bool:
+    """Return True if autocast is enabled for a device type; False for devices that do not support it."""
+    if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
+        return device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return _supports_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that disables autocast, because the operands have been cast before."""
+    if is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
 from sigattn.ops.attention import with_checked_lengths
-from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem, make_problem
+from sigattn.ops.settings import without_autocast
 
 _NAME = "attention_statistics"
 

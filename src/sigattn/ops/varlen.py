@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from sigattn.ops import blocked, reference, triton, validation
-from sigattn.ops.custom_ops import Backend, Operator
+from sigattn.ops.custom_ops import Backend, Operator, record
 from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
-from sigattn.ops.proxies import record
 
 _NAME = "sigmoid_varlen_attention"
 _CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls

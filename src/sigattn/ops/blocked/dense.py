@@ -18,8 +18,8 @@ from torch import Tensor
 from sigattn.ops import normalization
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile, rows_of
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.positions import distances
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_result
+from sigattn.ops.reference import distances
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
 

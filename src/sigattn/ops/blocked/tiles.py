@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from sigattn.ops.block_mask import HIDDEN, runs
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.memory import keep_memory_warm
-from sigattn.ops.positions import alibi
-from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm
+from sigattn.ops.reference import alibi
 
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
 TILE_BYTES = 4 << 20  # of the weights of a tile; at most two tiles exist at a time

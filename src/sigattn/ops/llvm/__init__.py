@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, forward, saved_weights
+from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, forward, parallel, saved_weights
 from sigattn.ops.problem import Problem
 
 __all__ = ["backward", "can_be_default", "forward", "machine_unavailable", "saved_weights", "unavailable"]
@@ -85,7 +85,6 @@ def _machine_unavailable() -> str | None:
     except Exception as error:  # an OSError if the process may not have enough memory for LLVM
         return _not_imported(error)
     from sigattn.ops.llvm.processor import host_processor
-    from sigattn.ops.llvm.threads import parallel
 
     if host_processor() is None:
         return "it needs AVX2 and FMA, or a 64-bit ARM processor"

@@ -6,8 +6,11 @@ llvmlite is imported when they are compiled, at the first call of a dtype.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +22,7 @@ from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import make_plan, round_up
-from sigattn.ops.llvm.threads import parallel
-from sigattn.ops.memory import keep_memory_warm
-from sigattn.ops.problem import Problem, new_result
+from sigattn.ops.problem import Problem, keep_memory_warm, new_result
 
 MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
 NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
@@ -273,6 +274,24 @@ class Kernels:
         """Run a kernel on at most as many threads as there are tasks."""
         args.counter, args.workers, args.tasks = 0, 0, tasks
         self._parallel(self._addresses[name], ctypes.addressof(args), min(threads, tasks), 0)
+
+
+@functools.cache
+def parallel() -> Any:
+    """Return the function that runs a kernel on PyTorch's threads; None if its OpenMP has not GNU's entry point.
+
+    It takes the address of the kernel, that of its arguments, the number of threads, and 0. PyTorch's wheels for Linux
+    and macOS have it, that for Windows does not. Only Linux has been tried.
+    """
+    paths = [] if sys.platform == "win32" else [None, str(Path(torch.__file__).parent / "lib" / "libomp.dylib")]
+    for path in paths:
+        try:
+            function = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.restype, function.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        return function
+    return None
 
 
 _compiled: dict[torch.dtype, Kernels] = {}
