@@ -19,10 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # off.
 LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "kvcache", "problem", "validation", "varlen")),
-    *(
-        f"sigattn.ops.{name}"
-        for name in ("autocast", "broadcasting", "nested", "positions", "reference", "scalars", "vmap")
-    ),
+    *(f"sigattn.ops.{name}" for name in ("broadcasting", "nested", "reference", "scalars", "vmap")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward")),
     *(f"sigattn.ops.triton.{name}" for name in ("rows", "scores", "tile")),
     "sigattn.ops.hopper.kernels",

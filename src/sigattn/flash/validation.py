@@ -10,8 +10,6 @@ from torch import Tensor
 from sigattn.ops import scalars, validation
 from sigattn.ops.validation import raise_error
 
-CACHE_NAMES = ("q", "k_cache", "v_cache", "k", "v", "block_table")
-
 
 def options(
     caller: str, q: Tensor, batch: int, backends: Iterable[str], dropout_p: Any, softmax_scale: Any, causal: Any,
@@ -58,7 +56,7 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         device = q.device if isinstance(q, Tensor) else None
         validation.integers(caller, "cache_batch_idx", batch_idx, shape, "(B,)", device)
         table = batch_idx.unsqueeze(1)
-    validation.cache(caller, CACHE_NAMES, q, k_cache, v_cache, k, v, table)
+    validation.cache(caller, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, block_table=table)
     return table
 
 

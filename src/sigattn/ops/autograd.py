@@ -100,14 +100,9 @@ def node(
 ) -> Any:
     """Return the class of nodes of autograd's graph that stand for calls of an op.
 
-    Its ``apply`` takes the key set, the op's other arguments, and the op's leading tensors.
-
-    Args:
-        name: of the class; a tensor's ``grad_fn`` has that name followed by "Backward".
-        op: the op.
-        setup: saves what the derivative needs, given the context, the op's leading tensors, its other arguments and its
-            result; returns the result of the recorded call.
-        derivative: returns the gradients of the leading tensors, given the context and those of the op's outputs.
+    ``apply`` takes the key set, the op's other arguments, and its leading tensors. ``setup`` saves what the derivative
+    needs, given the context, the tensors, the other arguments and the result, and returns the result of the call;
+    ``derivative`` returns the gradients of the tensors, given the context and those of the outputs.
     """
 
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, rest: Sequence[Any], *tensors: Any) -> Any:

@@ -37,21 +37,18 @@ class Blocks(NamedTuple):
 
     def dense(self, rows: slice, columns: slice) -> Tensor:  # (…, rows, columns)
         """Return the mask of ranges of queries and keys, which need not align with blocks."""
-        size_q, size_k = self.size
-        i, j = rows.start // size_q, columns.start // size_k
-        table = self.table[..., i : -(-rows.stop // size_q), j : -(-columns.stop // size_k)]
-        mask = self.tiles[table.long()].transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-        i, j = rows.start - i * size_q, columns.start - j * size_k
+        mask = self.tiles[self._entries(rows, columns).long()].transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+        i, j = rows.start % self.size[0], columns.start % self.size[1]
         return mask[..., i : i + rows.stop - rows.start, j : j + columns.stop - columns.start]
 
     def are_visible(self, rows: slice, columns: slice) -> bool:
         """Return True if every key of the columns' blocks is visible to every query of the rows' blocks."""
-        size_q, size_k = self.size
-        i, j = (
-            slice(rows.start // size_q, -(-rows.stop // size_q)),
-            slice(columns.start // size_k, -(-columns.stop // size_k)),
-        )
-        return bool((self.table[..., i, j] == VISIBLE).all())
+        return bool((self._entries(rows, columns) == VISIBLE).all())
+
+    def _entries(self, rows: slice, columns: slice) -> Tensor:
+        """Return the entries of the blocks in which ranges of queries and keys lie."""
+        ranges = zip((rows, columns), self.size, strict=True)
+        return self.table[(..., *(slice(r.start // size, -(-r.stop // size)) for r, size in ranges))]
 
 
 def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -78,16 +78,14 @@ class Operator(Generic[P]):
 
     Args:
         name: prefix of the names of the ops. function: name of the public function, for error messages.
-        problem_type: class of the problems. Its tensors come first, and among them those with a gradient, in the order
-            of ``NeedsGrad``.
+        problem_type: its tensors come first, and among them those with a gradient, in the order of ``NeedsGrad``.
         backends: implementations by name, the fastest first: the first that supports a problem is the default.
-        formula: returns the output of a problem in operators of PyTorch: the backend "reference", which is the default
-            for forward-mode derivatives, and the definition of second derivatives. None for an operator without
-            gradients.
+        formula: the backend "reference" in operators of PyTorch, which is the default for forward-mode derivatives, and
+            the definition of second derivatives. None for an operator without gradients.
         checked: returns a problem whose tensors of lengths are copies, or raises ValueError for values that do not fit;
             called when an op runs, because a traced graph has no values.
-        keys_per_query: number of keys of a query for the FLOP counter, given a problem with shapes as tensors.
-        formula_unavailable: returns the reason why the formula does not support a problem, or None.
+        keys_per_query: for the FLOP counter, given a problem with shapes as tensors.
+        formula_unavailable: as ``Backend.unavailable``.
         traced_formula: the formula of a problem's fields in operators that a graph of any size holds, called instead of
             the op in compiled graphs with the backend "reference" and in exports to ONNX. Without it, these raise.
         vmap_rules: rules for both ops.
@@ -199,9 +197,7 @@ class Operator(Generic[P]):
             if self.traced_formula is None:
                 autograd.refuse_onnx(str(self.forward_op))
             if Problem(*fields).seed is not None:
-                raise RuntimeError(
-                    f"{self.function} with dropout cannot be exported to ONNX: call eval() on the model first"
-                )
+                raise RuntimeError(f"{self.function} with dropout cannot be exported to ONNX: call model.eval() first")
             return without_saved(self.traced_formula(*fields))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
@@ -258,7 +254,8 @@ class Operator(Generic[P]):
 
     def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
         gradients = self._compute_gradients(grad_out, *args)
-        return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
+        # an empty tensor stands for a gradient that is not needed, because ops cannot return None
+        return tuple([grad_out.new_empty(0) if g is None else g for g in gradients])
 
     def _compute_gradients(self, grad_out: Tensor, *args: Any) -> Gradients:
         result, (*fields, backend, needs_grad) = Result(*args[:_NUM_RESULTS]), args[_NUM_RESULTS:]
@@ -273,7 +270,7 @@ class Operator(Generic[P]):
         *fields, _, needs_grad = args[_NUM_RESULTS:]
         new = (torch.empty_like,) * 3 + (lambda t: t.new_empty(t.shape),) * (_NUM_GRADIENTS - 3)
         return tuple(
-            new_like(t) if t is not None and needed else _no_gradient(grad_out)
+            new_like(t) if t is not None and needed else grad_out.new_empty(0)
             for new_like, t, needed in zip(new, fields, needs_grad, strict=False)
         )
 
@@ -371,11 +368,6 @@ def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any
     for i, other in zip(indices, others, strict=True):
         result[i] = other
     return result
-
-
-def _no_gradient(like: Tensor) -> Tensor:
-    """Return an empty tensor, which stands for a gradient that is not needed, because ops cannot return None."""
-    return like.new_empty(0)
 
 
 # -- proxies, such as those of ``torch.fx.symbolic_trace``, whose calls are recorded in a graph ------------------------

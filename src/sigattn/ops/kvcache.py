@@ -201,8 +201,10 @@ def sigmoid_kvcache_attention(
         return record(sigmoid_kvcache_attention, locals())  # type: ignore[unreachable]
     if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
-    names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
-    validation.cache(_NAME, names, query, key_cache, value_cache, key, value, block_table, enable_gqa=enable_gqa)
+    validation.cache(
+        _NAME, query=query, key_cache=key_cache, value_cache=value_cache, key=key, value=value, block_table=block_table,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
     (batch, n, heads, _), pages = query.shape, key_cache.shape[0]
     if bias is None:
         raise TypeError(f"{_NAME}: bias must be the number or tensor that the model was trained with, got None")

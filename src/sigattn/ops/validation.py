@@ -124,9 +124,8 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **ar
         message = f"{q} and {k} must have the same head_dim (the last dimension)"
     elif of_key[:-1] != of_value[:-1]:
         differs = next(i for i, (a, b) in enumerate(zip(of_key, of_value, strict=True)) if a != b)
-        message = (
-            f"{k} and {v} must have the same {_PLURALS.get(layout[differs], layout[differs])} (dimension {differs})"
-        )
+        size = _PLURALS.get(layout[differs], layout[differs])
+        message = f"{k} and {v} must have the same {size} (dimension {differs})"
     elif of_query[dimension] != of_key[dimension]:
         message = misfit_of_heads(of_query[dimension], of_key[dimension], q, k, enable_gqa)
         if message is not None and enable_gqa and layout == ROWS_FIRST and of_query[1] == of_key[1]:
@@ -149,29 +148,13 @@ def _listed(arguments: dict[str, Any]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def cache(
-    caller: str,
-    names: Sequence[str],
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Any,
-    value: Any,
-    table: Any,
-    *,
-    enable_gqa: bool = True,
-) -> None:
-    """Raise unless new queries, a cache, new keys and values, and a table of pages fit together.
+def cache(caller: str, *, enable_gqa: bool = True, **arguments: Any) -> None:
+    """Raise unless these fit together, by their names in the call and in this order.
 
-    Args:
-        caller: name of the public function.
-        names: names of the six arguments below in the call.
-        query: (B, N, Hq, D).
-        key_cache, value_cache: (B, M, Hkv, ·), or pages (P, page_size, Hkv, ·) with a table.
-        key, value: (B, N_new, Hkv, ·), or both None.
-        table: (B, pages of each), or None.
+    Queries (B, N, Hq, D); keys and values of a cache, (B, M, Hkv, ·), or with a table pages (P, page_size, Hkv, ·); new
+    keys and values, (B, N_new, Hkv, ·), or both None; the table (B, pages of each), or None.
     """
-    q, kc, vc, k, v, t = names
+    (q, query), (kc, key_cache), (vc, value_cache), (k, key), (v, value), (t, table) = arguments.items()
     layout = ("pages", "page_size", "heads", "head_dim") if table is not None else ("samples", *ROWS_FIRST[1:])
     caches = {kc: key_cache, vc: value_cache}
     operands(caller, layout, enable_gqa=enable_gqa, **{q: query, **caches})
@@ -204,11 +187,8 @@ def options(
 ) -> dict[str, Any]:
     """Return the options of a call as arguments of ``make_problem``; raise unless they fit the query.
 
-    Args:
-        caller: name of the public function. query, key: its operands; the key is for advice on their layout.
-        bias_target: shape to which a bias broadcasts, (B, Hq, N or 1, 1).
-        mask_target, mask_layout: shape to which a mask broadcasts (None for any size), and the names of its dimensions.
-        given: the options, under the names that they have in the operators.
+    A bias broadcasts to bias_target, (B, Hq, N or 1, 1), a mask to mask_target (None for any size), whose dimensions
+    are mask_layout. The key is for advice on the layout of the operands.
     """
     batch, heads = bias_target[:2]
     if (attn_mask := given.get("attn_mask")) is not None:

@@ -92,14 +92,7 @@ def _attend(problem: Problem, result: Result) -> None:
 
 
 def backward(problem: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``, by the table of App. F with corrections (docs/paper-notes.md).
-
-    Args:
-        problem: as passed to ``forward``.
-        grad_out: (B, Hq, N, Dv).
-        result: what ``forward`` returned; without weights, they are computed again.
-        needs_grad: the gradients to compute.
-    """
+    """Return the gradients in ``needs_grad``, by the table of App. F with corrections (docs/paper-notes.md)."""
     gradients = new_gradients(problem, needs_grad)
     differentiate(problem, grad_out, result, gradients)
     return in_dtypes(gradients, problem)

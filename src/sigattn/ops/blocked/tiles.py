@@ -150,14 +150,7 @@ def _of_heads(tensors: Any, samples: slice, key_heads: slice, repeat: int) -> An
 
 
 class Tiles:
-    """Operands of a problem, padded with rows of 0, which add nothing to any sum, and its tiles.
-
-    Attributes:
-        query: (G, rep, N, D). key: (G, M, D). value: (G, M, Dv). In the compute dtype; 0 beyond ``key_lengths``.
-        num_keys: number of keys to compute, padded.
-        may_hide: False if no weight is hidden.
-        exists: (B, 1, num_keys, 1), False for keys beyond ``key_lengths``; None if there are none.
-    """
+    """Operands of a problem, padded with rows of 0, which add nothing to any sum, and its tiles."""
 
     def __init__(self, problem: Problem, tiling: Tiling) -> None:
         p = problem
@@ -165,8 +158,10 @@ class Tiles:
         self.batch, self.heads = p.query.shape[:2]
         self.size: int = self.batch * p.key.shape[1]  # G
         self.repeat: int = self.batch * self.heads // self.size  # rep
-        self.num_keys: int = tiling.num_keys
-        self.exists: Tensor | None = None
+        self.num_keys: int = tiling.num_keys  # that are computed, padded
+        self.exists: Tensor | None = (
+            None  # (B, 1, num_keys, 1), False for keys beyond ``key_lengths``, if there are any
+        )
         if p.key_lengths is not None:
             lengths = p.key_lengths
             if lengths.device.type == "cpu" and not tiling.is_saved:  # on an accelerator, reading would synchronise
@@ -178,9 +173,9 @@ class Tiles:
         is_padded = tiling.num_queries > p.query.shape[2] or self.num_keys > p.key.shape[2]
         has_mask = p.attn_mask is not None or self.blocks is not None or (p.normalize and self.exists is not None)
         self.may_hide: bool = is_padded or has_mask or p.left != UNLIMITED or p.right != UNLIMITED
-        self.query: Tensor = self.operand(p.query, tiling.num_queries)
-        self.key: Tensor = self.operand(p.key, self.num_keys, self.exists)
-        self.value: Tensor = self.operand(p.value, self.num_keys, self.exists)
+        self.query: Tensor = self.operand(p.query, tiling.num_queries)  # (G, rep · N, D)
+        self.key: Tensor = self.operand(p.key, self.num_keys, self.exists)  # (G, M, D)
+        self.value: Tensor = self.operand(p.value, self.num_keys, self.exists)  # (G, M, Dv)
 
     def operand(self, t: Tensor, rows: int, exists: Tensor | None = None) -> Tensor:  # (B, H, ·, E) → (G, ·, E)
         """Return a tensor as operand of products: in the compute dtype, padded, and dense where that is faster."""
@@ -223,10 +218,7 @@ class Tiles:
         self._logits = query, key, scale, bias.to(query.dtype) if isinstance(bias, Tensor) else bias
 
     def loop(self, outer: int) -> list[tuple[slice, list[slice]]]:
-        """Return the ranges of the outer loop, each with those of the inner loop that see it or that it sees.
-
-        outer: axis of the outer loop, 0 for queries, 1 for keys.
-        """
+        """Return the ranges of the outer loop (0: queries, 1: keys), each with those of the inner loop to compute."""
         p, t = self.problem, self.tiling
         before, after, shift = (p.left, p.right, p.query_offset) if outer == 0 else (p.right, p.left, -p.query_offset)
         if t.is_whole:
@@ -235,11 +227,8 @@ class Tiles:
         (length, end, side), (inner_length, inner_end, inner_side) = axes[outer], axes[1 - outer]
         if self.blocks is not None:
             table = (self.blocks.table != HIDDEN).flatten(0, 1).any(0).cpu()
-            table, size, inner_size = (
-                table if outer == 0 else table.T,
-                self.blocks.size[outer],
-                self.blocks.size[1 - outer],
-            )
+            table = table if outer == 0 else table.T
+            size, inner_size = self.blocks.size[outer], self.blocks.size[1 - outer]
         ranges = []
         for start in range(0, min(length, end), side):
             stop, first, last = min(start + side, end), 0, inner_end

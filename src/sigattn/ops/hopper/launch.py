@@ -83,11 +83,8 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
     """
     from sigattn.ops.hopper import kernels
 
-    kernel = {
-        tuning.FWD: kernels.hopper_fwd_kernel,
-        tuning.DKDV: kernels.hopper_bwd_dkdv_kernel,
-        tuning.DQ: kernels.hopper_bwd_dq_kernel,
-    }[name]
+    dkdv, dq = kernels.hopper_bwd_dkdv_kernel, kernels.hopper_bwd_dq_kernel
+    kernel = {tuning.FWD: kernels.hopper_fwd_kernel, tuning.DKDV: dkdv, tuning.DQ: dq}[name]
     config, o = tuning.HOPPER_CONFIGS[name], prepared.options
     arguments = {key: prepared.arguments[key] for key in kernel.arg_names if key in prepared.arguments} | own
     for key in (key for key in IN_ROWS if key in arguments):
@@ -96,29 +93,16 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
     grad_shift, unit = min(bias.shift, 7.0), math.ldexp(1.0, -int(bias.shift))
     batch_heads, programs, section = _schedule(prepared, name)
     arguments |= {
-        "bias": bias.pointer,
-        "batch_heads": batch_heads,
-        "section": section,
+        "bias": bias.pointer, "batch_heads": batch_heads, "section": section,
         "scales": kernels.Scales(
-            z=arguments["scales"].z,
-            bias=bias.value,
-            unit=unit,
-            lower=2.0 ** (grad_shift - bias.shift),
+            z=arguments["scales"].z, bias=bias.value, unit=unit, lower=2.0 ** (grad_shift - bias.shift),
             out=1.0 if o.NORMALIZE and name == tuning.FWD else unit,
-            logit=prepared.problem.scale_value * 2.0**-grad_shift,
-            lift=bias.shift * math.log(2),
+            logit=prepared.problem.scale_value * 2.0**-grad_shift, lift=bias.shift * math.log(2),
         ),
         "OPT": kernels.HopperOptions(
-            WIDTH,
-            config.block,
-            config.stages,
-            o.GROUP,
-            CAUSAL=prepared.problem.right == 0,
-            SIGMOID=config.sigmoid if o.SIGMOID == "accurate" else o.SIGMOID,
-            SHIFTED=o.SHIFT != "none",
-            NORMALIZE=o.NORMALIZE,
-            BIAS="number" if o.BIAS == "number" else "tensor",
-            WARP_GROUPS=WARP_GROUPS[name],
+            WIDTH, config.block, config.stages, o.GROUP, CAUSAL=prepared.problem.right == 0,
+            SIGMOID=config.sigmoid if o.SIGMOID == "accurate" else o.SIGMOID, SHIFTED=o.SHIFT != "none",
+            NORMALIZE=o.NORMALIZE, BIAS="number" if o.BIAS == "number" else "tensor", WARP_GROUPS=WARP_GROUPS[name],
         ),
-    }
+    }  # fmt: skip
     launch_cache.launch(kernel, (programs,), prepared.problem.query.device, {"num_warps": 4}, arguments)

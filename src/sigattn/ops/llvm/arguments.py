@@ -15,12 +15,7 @@ class Strided(Structure):
     Strides are in words of 32 bits if the kernels read the tensor, in elements if they write it.
     """
 
-    _fields_ = [
-        ("data", c_void_p),
-        ("batch_stride", c_int64),
-        ("head_stride", c_int64),
-        ("row_stride", c_int64),
-    ]
+    _fields_ = [("data", c_void_p), ("batch_stride", c_int64), ("head_stride", c_int64), ("row_stride", c_int64)]
 
 
 class KernelArguments(Structure):

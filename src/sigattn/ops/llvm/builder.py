@@ -53,9 +53,6 @@ class Value:
     """Integer, float32, condition, or vector of these.
 
     Integers are signed; ``//`` truncates towards 0. Comparisons with a NaN are False, ``!=`` True.
-
-    Args:
-        b: builder that emits what the operators compute. raw: value of llvmlite.
     """
 
     def __init__(self, b: Builder, raw: Any) -> None:
@@ -119,11 +116,7 @@ class Value:
 
 
 class Pointer:
-    """Address of elements of one type.
-
-    Args:
-        b: builder. raw: pointer of llvmlite. element: type of the elements, in which offsets are counted.
-    """
+    """Address of elements of one type, in which offsets are counted."""
 
     def __init__(self, b: Builder, raw: Any, element: Any) -> None:
         self.b, self.raw, self.element = b, raw, element
@@ -151,11 +144,7 @@ class Pointer:
 
 
 class Matrix:
-    """Rows of elements: ``matrix[i]`` is the address of row i, ``matrix[i:]`` the matrix that begins with it.
-
-    Args:
-        data: address of the first row. stride: elements from a row to the next.
-    """
+    """Rows of elements: ``matrix[i]`` is the address of row i, ``matrix[i:]`` the matrix that begins with it."""
 
     def __init__(self, data: Pointer, stride: Value | int) -> None:
         self.data, self.stride = data, stride
@@ -179,11 +168,7 @@ def raw_index(index: Value | int) -> Any:
 
 
 class Builder:
-    """Builder of one function.
-
-    Args:
-        function: function of llvmlite, without a block. registers: of the processor.
-    """
+    """Builder of one function of llvmlite, which has no block yet."""
 
     def __init__(self, function: Any, registers: Registers) -> None:
         self.ir = ir.IRBuilder(function.append_basic_block())
@@ -198,9 +183,7 @@ class Builder:
     ) -> Iterator[Value]:
         """Emit a loop; yield its index.
 
-        Args:
-            carried: values that the loop changes. Its body replaces the elements of the list, which are the last values
-                after the loop.
+        carried: values that the loop changes. Its body replaces the list's elements, the last values after it.
         """
         before, values = self.ir.block, carried if carried is not None else []
         head, body, after = (self.ir.append_basic_block() for _ in range(3))

@@ -140,12 +140,7 @@ def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
 
 
 class _Call:
-    """Arguments of the kernels, those that both passes need, and the tensors that must outlive the call.
-
-    Args:
-        p: the problem, not empty.
-        kernels: those of the query's dtype.
-    """
+    """Arguments of the kernels for a problem, not empty, and the tensors that must outlive the call."""
 
     def __init__(self, p: Problem, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -250,24 +245,17 @@ class _Call:
 
 
 class Kernels:
-    """Compiled kernels of sigmoid attention (``kernels.NAMES``) for tensors of one dtype.
-
-    Attributes:
-        per_word: elements of a tensor in a word of 32 bits.
-        multiple: elements of a tensor in a vector.
-        rows: rows of a microtile.
-        tile: columns of a tile.
-    """
+    """Compiled kernels of sigmoid attention (``kernels.NAMES``) for tensors of one dtype."""
 
     def __init__(self, per_word: int) -> None:
         from sigattn.ops.llvm.compilation import compile_kernels
 
         keep_memory_warm()
         self._jit, self._addresses, registers = compile_kernels(per_word)
-        self.per_word = per_word
-        self.multiple: int = per_word * registers.lanes
-        self.rows: int = registers.rows
-        self.tile: int = registers.tile
+        self.per_word = per_word  # elements of a tensor in a word of 32 bits
+        self.multiple: int = per_word * registers.lanes  # elements of a tensor in a vector
+        self.rows: int = registers.rows  # of a microtile
+        self.tile: int = registers.tile  # columns of a tile
         self._parallel: Any = parallel()
 
     def run(self, name: str, tasks: int, args: KernelArguments, threads: int) -> None:

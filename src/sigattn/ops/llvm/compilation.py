@@ -11,11 +11,7 @@ from sigattn.ops.llvm.processor import Processor, Registers, host_processor
 
 
 def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
-    """Return the compiler, the library of the kernels with their addresses by name, and the registers that they use.
-
-    Args:
-        per_word: elements of a tensor in a word of 32 bits.
-    """
+    """Return the compiler, the library of the kernels with their addresses by name, and the registers that they use."""
     processor = host_processor()
     assert processor is not None, "see unavailable"
     image = compile_object(processor, per_word)
@@ -34,17 +30,13 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
 
 
 def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes:
-    """Return the kernels as an object file; the arguments are those of ``optimize``."""
+    """Return the kernels as an object file; arguments as in ``optimize``."""
     machine, module = optimize(processor, per_word, level)
     return machine.emit_object(module)
 
 
 def optimize(processor: Processor, per_word: int, level: int = 3) -> tuple[Any, Any]:
-    """Return LLVM's description of a processor, and the module of the kernels optimised for it.
-
-    Args:
-        processor: that runs them. per_word: elements of a tensor in a word. level: of optimisation, 0 to 3.
-    """
+    """Return LLVM's description of a processor, and the module of the kernels optimised for it (level: 0 to 3)."""
     machine = processor.target_machine()
     module = binding.parse_assembly(str(make_module(processor.registers, per_word)))
     options = binding.create_pipeline_tuning_options(speed_level=level)

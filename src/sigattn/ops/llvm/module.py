@@ -35,11 +35,7 @@ class StridedTensor:
 
 
 class Module:
-    """Module of LLVM.
-
-    Args:
-        registers: of the processor. per_word: elements of a tensor in 32 bits: 1 of float32, 2 of bfloat16.
-    """
+    """Module of LLVM. per_word: elements of a tensor in 32 bits, 1 of float32, 2 of bfloat16."""
 
     def __init__(self, registers: Registers, per_word: int) -> None:
         self.registers, self.per_word = registers, per_word
@@ -57,10 +53,8 @@ class Module:
     ) -> None:
         """Add a kernel, which takes tasks from a counter until none is left, so that any number of threads may run it.
 
-        Args:
-            emit: emits a task; called with a builder, the arguments and ``worker``, the index of the thread, the index
-                of the task, and the scratch memory.
-            scratch: sizes of the scratch memory, in float32.
+        ``emit`` emits a task, given a builder, the arguments and ``worker``, the index of the thread, the index of the
+        task, and scratch memory, whose sizes are in float32.
         """
         b, function = self.add_function(name, [POINTER])
         data = Pointer(b, function.args[0], INT64)

@@ -78,9 +78,7 @@ def number_of_splits(kv_heads: int, tiles: int, threads: int) -> int:
     """Return into how many parts the keys of each head are split, so that threads finish at about the same time.
 
     There are no more than needed, because each split has its own gradient of the queries, which are then added.
-
-    Args:
-        kv_heads: number of key heads of all samples. tiles: number of tiles of a head's keys.
+    kv_heads: of all samples. tiles: of a head's keys.
     """
     if kv_heads % threads == 0 or kv_heads >= 4 * threads:
         return 1

@@ -125,19 +125,10 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         b, h, q, _ = table.expand(batch, heads, -1, -1).stride()
         blocks = Blocks(table, b, h, q, tiles)
     arguments = common_arguments(p, batch, heads, p.keep_scale) | {
-        "bias": bias,
-        "bias_b": bias_b,
-        "bias_h": bias_h,
-        "mask": mask,
-        "blocks": blocks,
-        "sequences": sequences,
-        "seed": p.seed,
-        "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
-        "len_q": n,
-        "len_k": m,
-        "heads": heads,
-        "query_offset": query_offset,
-    }
+        "bias": bias, "bias_b": bias_b, "bias_h": bias_h, "mask": mask, "blocks": blocks, "sequences": sequences,
+        "seed": p.seed, "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
+        "len_q": n, "len_k": m, "heads": heads, "query_offset": query_offset,
+    }  # fmt: skip
     return Launch(p, batch, heads, kv_heads, n, m, arguments, options)
 
 
@@ -148,42 +139,29 @@ def common_arguments(
     slopes = p.alibi_slopes
     z, cap = (-p.softcap, p.scale_value / p.softcap) if p.softcap else (-p.scale_value, 0.0)
     return {
-        "query": p.query,
-        "key": p.key,
-        "value": p.value,
+        "query": p.query, "key": p.key, "value": p.value,
+        "left": min(p.left, _MAX_SIDE), "right": min(p.right, _MAX_SIDE),
         "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
-        "left": min(p.left, _MAX_SIDE),
-        "right": min(p.right, _MAX_SIDE),
         "scales": Scales(to_float32(z * LOG2E), to_float32(cap), to_float32(keep_scale)),
-    }
+    }  # fmt: skip
 
 
 def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias: str) -> Options:
     """Return the options that are the same for dense and packed problems and those with a cache."""
     return Options(
-        D=p.query.shape[-1],
-        DV=p.value.shape[-1],
-        GROUP=group,
-        BIAS=bias,
-        SHIFT=bias if p.query.dtype is torch.float16 else "none",
+        D=p.query.shape[-1], DV=p.value.shape[-1], GROUP=group,
+        BIAS=bias, SHIFT=bias if p.query.dtype is torch.float16 else "none",
         MASK="none" if p.attn_mask is None else "bool" if p.attn_mask.dtype is torch.bool else "added",
-        SLOPES=p.alibi_slopes is not None,
-        SOFTCAP=bool(p.softcap),
-        NORMALIZE=p.normalize,
-        HAS_LEFT=p.left != UNLIMITED,
-        HAS_RIGHT=p.right != UNLIMITED,
-        SIGMOID=sigmoid_form(p),
-        PRECISION=precision(p.query),
-        WGMMA=architecture(p.query.device) == 90,
-    )
+        SLOPES=p.alibi_slopes is not None, SOFTCAP=bool(p.softcap), NORMALIZE=p.normalize,
+        HAS_LEFT=p.left != UNLIMITED, HAS_RIGHT=p.right != UNLIMITED,
+        SIGMOID=sigmoid_form(p), PRECISION=precision(p.query), WGMMA=architecture(p.query.device) == 90,
+    )  # fmt: skip
 
 
 def strides(t: Tensor | None) -> Strides | None:
     """Return the strides of (B, H, N, E), or of a packed (T, H, E); None for None."""
-    if t is None:
-        return None
-    if t.dim() == 4:
-        return Strides(*t.stride())
+    if t is None or t.dim() == 4:
+        return None if t is None else Strides(*t.stride())
     row, head, column = t.stride()
     return Strides(0, head, row, column)
 

@@ -45,12 +45,9 @@ def _run(launch: Launch, name: str, **arguments: Any) -> None:
 
     def run(config: Config) -> None:
         tiled = options._replace(
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, UNIT=unit, TMA=config.tma and fits_tma,
             SIGMOID=config.sigmoid if options.SIGMOID == "accurate" else options.SIGMOID,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            UNIT=unit,
-            TMA=config.tma and fits_tma,
-        )
+        )  # fmt: skip
         described = kernel_args.descriptors(arguments, tiled) if tiled.TMA else {}
         settings = kernel_args.compiler_settings(name, config, tiled)
         launch_cache.launch(
@@ -85,12 +82,8 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     launch = kernel_args.prepare(problem)
     p, grad_out = launch.problem, limit_strides(grad_out)
-    launch.arguments |= {
-        "grad_out": grad_out,
-        "scales": launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale)),
-        "row_terms": None,
-        "pitch": 0,
-    }
+    scales = launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale))
+    launch.arguments |= {"grad_out": grad_out, "scales": scales, "row_terms": None, "pitch": 0}
     out = row_sums = None
     if result:  # the kernel for dQ writes what that for dK and dV needs of each row
         out, row_sums = limit_strides(result[0]), result[2].contiguous()
@@ -153,14 +146,10 @@ def _dq(launch: Launch, needs_grad: NeedsGrad, out: Tensor | None, row_sums: Ten
         mask, mask_arguments = _mask_gradient(launch, needs_grad)
         results = {"grad_query": query, "grad_bias": bias, "grad_slopes": slopes}
         _run(launch, tuning.DQ, out=out, row_sums=row_sums, **results, **mask_arguments)
-    return Gradients(
-        query,
-        None,
-        None,
-        None if bias is None or p.bias is None else _summed(launch, bias, p.bias),
-        None if mask is None or p.attn_mask is None else _like(mask, p.attn_mask),
-        None if slopes is None or p.alibi_slopes is None else _summed(launch, slopes, p.alibi_slopes),
-    )
+    bias = None if bias is None or p.bias is None else _summed(launch, bias, p.bias)
+    mask = None if mask is None or p.attn_mask is None else _like(mask, p.attn_mask)
+    slopes = None if slopes is None or p.alibi_slopes is None else _summed(launch, slopes, p.alibi_slopes)
+    return Gradients(query, None, None, bias, mask, slopes)
 
 
 def _summed(launch: Launch, per_row: Tensor, like: Tensor) -> Tensor:
@@ -217,13 +206,9 @@ def kvcache_forward(problem: KVCacheProblem) -> Result:
         parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
         sums = out.new_empty(*parts.shape[:-1], 2, dtype=torch.float32) if p.normalize else None
         own = {
-            "out": parts,
-            "row_sums": sums,
-            "out_strides": strides(parts[0].transpose(1, 2)),
-            "out_split": parts.stride(0),
-            "splits": splits,
-            "OPT": options._replace(BLOCK_M=config.block_m, BLOCK_N=config.block_n),
-        }
+            "out": parts, "out_strides": strides(parts[0].transpose(1, 2)), "out_split": parts.stride(0),
+            "row_sums": sums, "splits": splits, "OPT": options._replace(BLOCK_M=config.block_m, BLOCK_N=config.block_n),
+        }  # fmt: skip
         settings = {"num_warps": config.warps, "num_stages": config.stages}
         launch_cache.launch(decode_kernel, (programs, splits), p.query.device, settings, arguments | own)
         if sums is None:
@@ -263,18 +248,11 @@ def decode_arguments(p: KVCacheProblem) -> dict[str, Any]:
     return kernel_args.common_arguments(p, batch, heads) | {
         **{f"{name}_strides": strides(getattr(p, name).transpose(1, 2)) for name in ("query", "key", "value")},
         **{name: None if t is None else t.contiguous() for name, t in integers.items()},
-        "block_table": table,
-        "table_b": 0 if table is None else table.stride(0),
+        "block_table": table, "table_b": 0 if table is None else table.stride(0),
         "table_width": 1 if table is None else table.shape[1],
         "bias": bias._replace(row_stride=0),  # for one kernel: bias_n is not specialised
-        "bias_b": bias_b,
-        "bias_h": bias_h,
-        "bias_n": bias_n,
-        "mask": kernel_args.mask_arg(p.attn_mask, batch, heads, n, mask_keys),
-        "mask_keys": mask_keys,
-        "n": n,
-        "kv_heads": kv_heads,
-        "pages": pages,
-        "page_size": page_size,
+        "bias_b": bias_b, "bias_h": bias_h, "bias_n": bias_n,
+        "mask": kernel_args.mask_arg(p.attn_mask, batch, heads, n, mask_keys), "mask_keys": mask_keys,
+        "n": n, "kv_heads": kv_heads, "pages": pages, "page_size": page_size,
         "OPT": options._replace(UNIT=kernel_args.unit(p.query, p.key, p.value)),
-    }
+    }  # fmt: skip

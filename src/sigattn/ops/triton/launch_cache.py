@@ -157,7 +157,8 @@ class Recording(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         if (isinstance(result, (Tensor, tuple, list)) and _tensors(result)) or name == "__setitem__":
-            self.add(function, args, kwargs or {}, result, changes=name == "__setitem__" or _is_in_place(name, kwargs))
+            is_in_place = (name.endswith("_") and not name.endswith("__")) or "out" in (kwargs or {})
+            self.add(function, args, kwargs or {}, result, changes=name == "__setitem__" or is_in_place)
         elif name not in _METADATA and not (name == "item" and args[0] is self.number):
             self.is_complete &= not any(isinstance(x, (Tensor, tuple, list)) for x in args)
         return result
@@ -223,10 +224,6 @@ class Recording(TorchFunctionMode):
         exec(f"{header}{''.join(reversed(lines))}  return {returned}", self.names)
         run: Callable[..., Any] = self.names["run"]
         return run
-
-
-def _is_in_place(name: str, kwargs: dict[str, Any] | None) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or bool(kwargs and "out" in kwargs)
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -274,12 +274,9 @@ _taken: dict[Hashable, Config] = {}  # by kind of call whose first configuration
 
 
 def launch_fitting(
-    name: str,
-    problem: Problem | VarlenProblem | KVCacheProblem,
-    options: Options,
-    config: Config,
+    name: str, problem: Problem | VarlenProblem | KVCacheProblem, options: Options, config: Config,
     launch: Callable[[Config], Started],
-) -> Started:
+) -> Started:  # fmt: skip
     """Launch a kernel, with smaller configurations if the device has too little memory for this one.
 
     The next call of the same kind starts with the configuration that fitted. RuntimeError if none fits.
