@@ -18,7 +18,7 @@ from tests.ops.cases import Case, cases, fuzz, nan_filled_memory
 
 pytest.importorskip("llvmlite")
 
-from sigattn.ops.llvm import calls, compilation, plan, threads
+from sigattn.ops.llvm import calls, compilation, plan
 from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_processor
 
 # processors whose instructions this one has, one of each kind of registers
@@ -270,10 +270,10 @@ def test_the_runtime_of_other_systems(platform, library, monkeypatch):
             raise OSError
         return mock.Mock(GOMP_parallel=mock.Mock(name=str(library)))
 
-    monkeypatch.setattr(threads.sys, "platform", platform)
-    monkeypatch.setattr(threads.ctypes, "CDLL", load)
-    function = threads.parallel.__wrapped__()
-    monkeypatch.setattr(threads, "parallel", lambda: function)
+    monkeypatch.setattr(calls.sys, "platform", platform)
+    monkeypatch.setattr(calls.ctypes, "CDLL", load)
+    function = calls.parallel.__wrapped__()
+    monkeypatch.setattr(llvm, "parallel", lambda: function)
     reason = llvm._machine_unavailable.__wrapped__()
     if platform == "win32":
         assert "it needs GOMP_parallel" in reason

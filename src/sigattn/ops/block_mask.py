@@ -52,10 +52,7 @@ class Blocks(NamedTuple):
 
 
 def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of start … stop - 1 covered by visible blocks of ``size`` indices; adjacent blocks are merged.
-
-    visible: (blocks,), bool, on the CPU.
-    """
+    """Yield the ranges of start … stop - 1 covered by visible blocks of ``size`` indices, merged if adjacent."""
     for is_visible, run in itertools.groupby(enumerate(visible.tolist()), key=operator.itemgetter(1)):
         blocks = [block for block, _ in run]
         first, last = max(blocks[0] * size, start), min((blocks[-1] + 1) * size, stop)
@@ -121,10 +118,7 @@ def _identity(x: Any) -> Any:
 
 
 def _add_state(x: Any, state: list[Any]) -> bool:
-    """Add what the result of a function depends on: the objects that it refers to, and the versions of tensors.
-
-    Returns False if it refers to an object whose changes cannot be seen.
-    """
+    """Add the objects and versions of tensors that x depends on; return False if changes of one cannot be seen."""
     if isinstance(x, (tuple, list)):
         state.append(len(x))
         return all(_add_state(item, state) for item in x)

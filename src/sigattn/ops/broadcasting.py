@@ -20,28 +20,14 @@ _Refuse = Callable[..., NoReturn]  # raises ValueError with a message and the op
 
 
 def flatten(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    bias: Any,
-    alibi_slopes: Any,
-    key_lengths: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, bias: Any, alibi_slopes: Any, key_lengths: Any,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Any, Any, Any, Any, tuple[int, ...] | None]:
+) -> tuple[Tensor, Tensor, Tensor, Any, Any, Any, Any, tuple[int, ...] | None]:  # fmt: skip
     """Expand the leading dimensions to those of the output and flatten them into one batch dimension.
 
-    Nothing is copied unless only some of several leading dimensions broadcast, or key and value have different numbers
-    of heads, more than one each.
-
-    Returns:
-        query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv), Hq a multiple of Hkv; attn_mask, bias,
-        alibi_slopes and key_lengths with the same batch dimension; and the shape to which the output (B, Hq, N, Dv) is
-        reshaped, None if the operands had one batch dimension.
-
-    Raises:
-        ValueError: shapes that do not broadcast; the message restates the call.
-        TypeError: tensors of mixed or unsupported dtypes.
+    Returns the first seven arguments, and the shape to which the output (B, Hq, N, Dv) is reshaped, None if they had
+    one batch dimension before. Nothing is copied unless only some of several leading dimensions broadcast, or key and
+    value have different numbers of heads, more than one each.
     """
     operands = {"query": query, "key": key, "value": value}
     validation.tensors(_NAME, **operands)

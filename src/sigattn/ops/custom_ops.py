@@ -165,10 +165,7 @@ class Operator(Generic[P]):
         return out
 
     def choose(self, problem: P, backend: str | None) -> str:
-        """Return ``backend``, that of the context if it is None, or else the fastest that supports the problem.
-
-        Raises ValueError if the chosen backend does not support it.
-        """
+        """Return ``backend`` or that of the context, else the fastest; raise ValueError if it lacks support."""
         if backend is None:
             backend = settings.compiled_backend if torch.compiler.is_compiling() else settings.thread.backend
         if backend is not None:

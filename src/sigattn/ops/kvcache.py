@@ -24,14 +24,9 @@ _BOUNDS = ("seqlens", "left_padding", "block_table", "query_ends")  # fields tha
 
 
 def check_cache_bounds(
-    caller: str,
-    seqlens: Tensor,
-    left_padding: Tensor | None,
-    block_table: Tensor | None,
-    pages: int,
-    capacity: int,
+    caller: str, seqlens: Tensor, left_padding: Tensor | None, block_table: Tensor | None, pages: int, capacity: int,
     padding_name: str = "left_padding",
-) -> None:
+) -> None:  # fmt: skip
     """Raise ValueError unless all keys lie within the cache, if lengths can be read without synchronising."""
     if torch.compiler.is_compiling() or not has_values(seqlens) or not seqlens.numel():
         return
@@ -52,12 +47,10 @@ def check_cache_bounds(
 
 
 def _with_checked_bounds(p: KVCacheProblem) -> KVCacheProblem:
-    """Return a problem with checked copies of the tensors that bound its keys, unless they are on an accelerator.
-
-    Copies, because whoever shares the memory of the originals may change it before they are used.
-    """
+    """Return a problem with checked copies of the tensors that bound its keys, unless they are on an accelerator."""
     if p.seqlens.device.type != "cpu":
         return p
+    # copies, because whoever shares the memory of the originals may change it before they are used
     copies: Any = {name: t.clone() for name in _BOUNDS if (t := getattr(p, name)) is not None}
     p = p._replace(**copies)
     check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, p.key.shape[0], p.capacity)

@@ -17,10 +17,6 @@ def resolve(
     """Return attn_mask, is_causal and window, with a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.
-
-    Raises:
-        ValueError: a ``CausalBias`` created for other lengths, or with a ``query_offset``.
-        TypeError: another Tensor subclass with operations of its own.
     """
     if attn_mask is None or type(attn_mask) is Tensor or not isinstance(attn_mask, Tensor):
         return attn_mask, is_causal, window

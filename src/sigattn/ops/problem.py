@@ -56,12 +56,8 @@ def log_length_bias(n: int | Tensor) -> float | Tensor:
 
 
 def log_size_bias(n: int, device: torch.device) -> float | Tensor:
-    """Return ``log_length_bias`` of a size of a tensor, 0 of size 0.
-
-    While compiling and exporting it is a 0-d tensor on ``device``: the logarithm of a Python number would fix the size
-    in the program.
-    """
-    if torch.compiler.is_compiling():
+    """Return ``log_length_bias`` of a size of a tensor, 0 of size 0; while compiling as a 0-d tensor on ``device``."""
+    if torch.compiler.is_compiling():  # the logarithm of a Python number would fix the size in the program
         return log_length_bias(torch.full((), n, device=device).clamp(min=1))
     return log_length_bias(max(n, 1))
 
@@ -115,10 +111,7 @@ class Problem(NamedTuple):
         return 1.0 / (1.0 - self.dropout_p)
 
     def bias_value(self) -> float | Tensor:
-        """Return the bias as a number or a tensor broadcastable to (B, Hq, N, 1).
-
-        None becomes the paper's rule, less ``NORMALIZED_MARGIN`` with ``normalize``.
-        """
+        """Return the bias, for None the paper's rule, as a number or a tensor broadcastable to (B, Hq, N, 1)."""
         if self.bias is not None:
             return self.bias if self.bias.dim() else self.bias.item()
         margin = NORMALIZED_MARGIN if self.normalize else 0.0
@@ -226,10 +219,7 @@ class VarlenProblem(NamedTuple):
 
 
 class KVCacheProblem(NamedTuple):
-    """Canonical arguments for B samples with N new queries each, against a cache of P pages of ``page`` keys.
-
-    Other fields as in ``Problem``.
-    """
+    """Canonical arguments for N new queries of B samples, against a cache of P pages; the rest as in ``Problem``."""
 
     query: Tensor  # (B, N, Hq, D)
     key: Tensor  # (P, page, Hkv, D)

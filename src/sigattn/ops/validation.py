@@ -83,10 +83,7 @@ def tensors(caller: str, **arguments: Any) -> None:
 
 
 def are_usual(query: Any, key: Any, value: Any) -> bool:
-    """Return True for dense (B, H, N, D), (B, H, M, D) and (B, H, M, Dv) that fit together.
-
-    They need no other checks (saves 5 µs), and most calls have such operands.
-    """
+    """Return True for dense (B, H, N, D), (B, H, M, D) and (B, H, M, Dv) that fit: no other check is needed (5 µs)."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if torch.compiler.is_compiling() or query.is_nested or key.is_nested or value.is_nested:
@@ -176,15 +173,9 @@ def cache(caller: str, *, enable_gqa: bool = True, **arguments: Any) -> None:
 
 
 def options(
-    caller: str,
-    query: Tensor,
-    bias_target: Sequence[int],
-    mask_target: Sequence[int | None],
-    mask_layout: str = "(B, Hq, N, M)",
-    *,
-    key: Tensor | None = None,
-    **given: Any,
-) -> dict[str, Any]:
+    caller: str, query: Tensor, bias_target: Sequence[int], mask_target: Sequence[int | None],
+    mask_layout: str = "(B, Hq, N, M)", *, key: Tensor | None = None, **given: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return the options of a call as arguments of ``make_problem``; raise unless they fit the query.
 
     A bias broadcasts to bias_target, (B, Hq, N or 1, 1), a mask to mask_target (None for any size), whose dimensions
@@ -209,15 +200,9 @@ def options(
 
 
 def numbers(
-    caller: str,
-    dropout_p: Any,
-    scale: Any,
-    window: Any,
-    softcap: Any = 0.0,
-    *,
-    scale_name: str = "scale",
-    window_name: str = "window",
-) -> tuple[float, float | None, tuple[int, int] | None, float]:
+    caller: str, dropout_p: Any, scale: Any, window: Any, softcap: Any = 0.0, *,
+    scale_name: str = "scale", window_name: str = "window",
+) -> tuple[float, float | None, tuple[int, int] | None, float]:  # fmt: skip
     """Return dropout_p, scale, window and softcap as Python's own numbers; raise unless they are in their ranges."""
     if type(dropout_p) is not float:
         dropout_p = scalars.real(caller, "dropout_p", dropout_p)
@@ -265,14 +250,9 @@ def position(caller: str, name: str, value: Any) -> int:
 
 
 def mask(
-    caller: str,
-    attn_mask: Any,
-    query: Tensor,
-    target: Sequence[Any],
-    names: str = "(B, Hq, N, M)",
-    key: Tensor | None = None,
-    query_name: str = "query",
-) -> None:
+    caller: str, attn_mask: Any, query: Tensor, target: Sequence[Any], names: str = "(B, Hq, N, M)",
+    key: Tensor | None = None, query_name: str = "query",
+) -> None:  # fmt: skip
     """Raise unless attn_mask is bool or floating point, broadcastable to the target, and on the query's device.
 
     A size of None in the target allows any size; the mask must have that dimension if it is the last. With ``key``, the
@@ -374,10 +354,7 @@ def broadcasts(shape: Sequence[int], target: Sequence[int | None]) -> bool:
 
 
 def layout_hint(query: Tensor, key: Tensor, attn_mask: Tensor | None = None) -> str:
-    """Return advice if the shapes may be those of (batch, length, heads, head_dim), else an empty string.
-
-    Used for calls that fail only: a valid call does not show that its layout is wrong.
-    """
+    """Return advice for a call that failed, if the shapes may be those of (batch, length, heads, head_dim), else ''."""
     if query.dim() != 4 or key.dim() != 4:
         return ""
     lengths = (query.shape[1], key.shape[1])

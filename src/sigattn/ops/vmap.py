@@ -71,10 +71,7 @@ def _may_fold(args: Sequence[Any], in_dims: Sequence[int | None]) -> bool:
 
 
 def _fold_batches(size: int, in_dims: Sequence[int | None], args: Sequence[Any], batch: int | None = None) -> list[Any]:
-    """Merge the mapped dimension into the batch, size · B, of the leading tensors.
-
-    A bias, mask or slopes that broadcast along both dimensions are returned unchanged.
-    """
+    """Merge the mapped dimension into the batch, size · B, of the leading tensors, unless they broadcast along both."""
     if batch is None:
         batch = args[0].shape[0 if in_dims[0] != 0 else 1]
     folded: list[Any] = []

@@ -4,11 +4,5 @@ from sigattn.ops.blocked.dense import backward, forward, saved_weights, unavaila
 from sigattn.ops.blocked.packed import kvcache_forward, varlen_backward, varlen_forward
 
 __all__ = [
-    "backward",
-    "forward",
-    "kvcache_forward",
-    "saved_weights",
-    "unavailable",
-    "varlen_backward",
-    "varlen_forward",
-]
+    "backward", "forward", "kvcache_forward", "saved_weights", "unavailable", "varlen_backward", "varlen_forward",
+]  # fmt: skip

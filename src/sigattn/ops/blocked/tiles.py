@@ -80,13 +80,7 @@ class Tiling(NamedTuple):
 
 
 def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
-    """Return the tiles of a pass.
-
-    Args:
-        problem: the problem.
-        weights: the saved weights, whose tiles have all queries and keys of a head; or an empty tensor.
-        outer: axis of the outer loop, 0 for queries and 1 for keys; tiles are long along the other.
-    """
+    """Return the tiles of a pass: whole heads if weights are saved, else long along the axis other than ``outer``."""
     p, is_saved = problem, weights.numel() > 0
     dtype, n, m = (weights.dtype, *weights.shape[2:]) if is_saved else arithmetic(p)
     (batch, query_heads, _, width), heads = p.query.shape, p.key.shape[1]

@@ -57,10 +57,7 @@ def saved_weights(p: Problem) -> Saved | None:
 
 
 def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Result:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs.
-
-    result: where to write them; None for new memory.
-    """
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``)."""
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     if result is None:
         result = new_result(p.query, dv, p.normalize, saved)
@@ -189,10 +186,7 @@ class _Call:
             setattr(self.args, name, Strided(tensor.data_ptr(), b // per_word, h // per_word, n // per_word))
 
     def set_result(self, name: str, result: Tensor) -> Tensor:
-        """Set the tensor that the kernels write, and return it.
-
-        It is the result, or a larger tensor if its rows are not contiguous or not a multiple of a vector.
-        """
+        """Set and return the tensor to write: the result, or another whose rows are contiguous, and whole vectors."""
         if missing := -result.shape[-1] % self.kernels.multiple:
             result = result.new_empty(*result.shape[:-1], result.shape[-1] + missing)
         elif result.stride(-1) != 1:

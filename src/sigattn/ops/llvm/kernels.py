@@ -263,11 +263,7 @@ class _Kernels(Copies):
             self.drop(b, rows, row_hashes, column_hashes, args.keep_from, args.keep_scale, tile)
 
     def _sees(self, args: SimpleNamespace, position: Value, rows: int, column: Value) -> Value:
-        """Return the condition that the window lets one of some queries see a key of the two tiles from ``column`` on.
-
-        Args:
-            position: of the first query. rows: number of queries.
-        """
+        """Return the condition that the window lets one of some rows see a key of the two tiles from ``column`` on."""
         is_before_end = column < position + rows + args.right
         return is_before_end & (position - args.left < column + 2 * self.registers.tile)
 

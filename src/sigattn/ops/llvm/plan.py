@@ -29,15 +29,9 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    kernels: Kernels,
-    threads: int,
-    query: tuple[int, ...],
-    value: tuple[int, ...],
-    scale: float | None,
-    left: int,
-    right: int,
-    query_offset: int,
-) -> Plan:
+    kernels: Kernels, threads: int, query: tuple[int, ...], value: tuple[int, ...], scale: float | None,
+    left: int, right: int, query_offset: int,
+) -> Plan:  # fmt: skip
     """Return the plan of a call, given the number of PyTorch's threads and the shapes of query and value, not empty."""
     (batch, heads, n, d), (_, kv_heads, m, dv) = query, value
     per_word, tile = kernels.per_word, kernels.tile

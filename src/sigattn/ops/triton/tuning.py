@@ -225,10 +225,7 @@ def shared_memory_limit(architecture: int) -> int:
 
 
 def shared_memory(kernel: str, config: Config, o: Options, itemsize: int, mask_itemsize: int, architecture: int) -> int:
-    """Return an upper bound on the bytes of shared memory of a kernel on an NVIDIA GPU.
-
-    itemsize: bytes of an entry of query, key and value. mask_itemsize: of attn_mask, 0 without one.
-    """
+    """Return an upper bound on the bytes of shared memory of a kernel on an NVIDIA GPU (mask_itemsize: 0 without)."""
     d, dv = padded_head_dim(o.D), padded_head_dim(o.DV)
     rows, walked = config.block_m, config.block_n
     if kernel == DKDV:
@@ -277,10 +274,7 @@ def launch_fitting(
     name: str, problem: Problem | VarlenProblem | KVCacheProblem, options: Options, config: Config,
     launch: Callable[[Config], Started],
 ) -> Started:  # fmt: skip
-    """Launch a kernel, with smaller configurations if the device has too little memory for this one.
-
-    The next call of the same kind starts with the configuration that fitted. RuntimeError if none fits.
-    """
+    """Launch a kernel, with smaller tiles if the device has too little memory, also in later calls of the same kind."""
     mask_dtype = None if problem.attn_mask is None else problem.attn_mask.dtype
     kind = (name, config, options, problem.query.dtype, mask_dtype, problem.query.device)
     while True:
