@@ -92,19 +92,12 @@ class Operator(Generic[P]):
     """
 
     def __init__(
-        self,
-        name: str,
-        function: str,
-        problem_type: type[P],
-        backends: dict[str, Backend[P]],
-        formula: Callable[[P], Tensor] | None,
-        checked: Callable[[P], P],
-        keys_per_query: Callable[[Any], int],
-        *,
+        self, name: str, function: str, problem_type: type[P], backends: dict[str, Backend[P]],
+        formula: Callable[[P], Tensor] | None, checked: Callable[[P], P], keys_per_query: Callable[[Any], int], *,
         formula_unavailable: Callable[[P], str | None] = lambda _: None,
         traced_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.function = function
         self.problem_type = problem_type
         self.backends: dict[str, Backend[P]] = backends

@@ -378,21 +378,11 @@ def _is_less(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def make_problem(
-    kind: type[P],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    bias: float | Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    precision: str | None = None,
-    deterministic: bool = False,
-    **fields: Any,
-) -> P:
+    kind: type[P], query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, precision: str | None = None,
+    deterministic: bool = False, **fields: Any,
+) -> P:  # fmt: skip
     """Return the problem that backends receive: bias, mask, slopes and window in one form.
 
     Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
