@@ -78,18 +78,12 @@ def _machine_unavailable() -> str | None:
             minimum = ".".join(map(str, _MINIMUM))
             return f"it needs llvmlite {minimum} or later, not {version} (pip install --upgrade llvmlite)"
         from llvmlite import binding, ir  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name == "llvmlite":
-            return "it needs llvmlite, which is not installed (pip install llvmlite)"
-        return _not_imported(error)
     except Exception as error:  # an OSError if the process may not have enough memory for LLVM
-        return _not_imported(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == "llvmlite":
+            return "it needs llvmlite, which is not installed (pip install llvmlite)"
+        return f"llvmlite cannot be imported: {type(error).__name__}: {error}"
     from sigattn.ops.llvm.processor import host_processor
 
     if host_processor() is None:
         return "it needs AVX2 and FMA, or a 64-bit ARM processor"
     return None if parallel() is not None else "it needs GOMP_parallel, which PyTorch's runtime of OpenMP lacks here"
-
-
-def _not_imported(error: Exception) -> str:
-    return f"llvmlite cannot be imported: {type(error).__name__}: {error}"

@@ -160,8 +160,10 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias
 
 def strides(t: Tensor | None) -> Strides | None:
     """Return the strides of (B, H, N, E), or of a packed (T, H, E); None for None."""
-    if t is None or t.dim() == 4:
-        return None if t is None else Strides(*t.stride())
+    if t is None:
+        return None
+    if t.dim() == 4:
+        return Strides(*t.stride())
     row, head, column = t.stride()
     return Strides(0, head, row, column)
 
