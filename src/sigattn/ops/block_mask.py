@@ -47,8 +47,9 @@ class Blocks(NamedTuple):
 
     def _entries(self, rows: slice, columns: slice) -> Tensor:
         """Return the entries of the blocks in which ranges of queries and keys lie."""
-        ranges = zip((rows, columns), self.size, strict=True)
-        return self.table[(..., *(slice(r.start // size, -(-r.stop // size)) for r, size in ranges))]
+        pairs = zip((rows, columns), self.size, strict=True)
+        i, j = (slice(indices.start // size, -(-indices.stop // size)) for indices, size in pairs)
+        return self.table[..., i, j]
 
 
 def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
