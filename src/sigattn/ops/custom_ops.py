@@ -187,7 +187,7 @@ class Operator(Generic[P]):
             if self.traced_formula is None:
                 autograd.refuse_onnx(str(self.forward_op))
             if Problem(*fields).seed is not None:
-                raise RuntimeError(f"{self.function} with dropout cannot be exported to ONNX: call model.eval() first")
+                raise RuntimeError(f"{self.function} with dropout cannot be exported to ONNX: call eval() first")
             return without_saved(self.traced_formula(*fields))
         if backend == "reference" and self.formula is not None:  # its operators are recorded
             return self._forward(*args)
