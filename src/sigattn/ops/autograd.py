@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -60,14 +60,10 @@ def below_autograd(op: Op, keyset: torch._C.DispatchKeySet) -> Callable[..., Any
     return op.kernel if below.raw_repr() in _DEVICES_ALONE else functools.partial(op.overload.redispatch, below)
 
 
-def _raw_keys(names: Iterable[str]) -> int:
-    keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in names)
-    return functools.reduce(operator.or_, keys)
-
-
-_USUAL_KEYS = _raw_keys(
-    ["CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"]
-    + [name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast")]
+_USUAL_NAMES = ["CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"]
+_USUAL_NAMES += [name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast")]
+_USUAL_KEYS: int = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in _USUAL_NAMES)
 )
 
 

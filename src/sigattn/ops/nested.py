@@ -57,13 +57,10 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, qu
 
 
 def has_equal_lengths(a: Any, b: Any) -> bool:
-    """Return True if the sequences of two nested tensors are of the same lengths.
-
-    If they were nested one by one, their offsets are read, which synchronises an accelerator. A compiled graph cannot
-    read them: False there.
-    """
+    """Return True if the sequences of two nested tensors are of the same lengths."""
     if a.shape[2] == b.shape[2]:  # the same offsets tensor
         return True
+    # reading offsets synchronises an accelerator; a compiled graph cannot read them
     return not torch.compiler.is_compiling() and torch.equal(a.offsets(), b.offsets())
 
 

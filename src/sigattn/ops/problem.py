@@ -404,17 +404,12 @@ def make_problem(
         fields["dropout_p"] = dropout_p
         fields["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
     return kind(
-        query=query,
-        key=key,
-        value=value,
+        query=query, key=key, value=value,
         bias=None if bias is None else bias_tensor(bias, query),  # type: ignore[arg-type]  # KVCacheProblem requires one
         attn_mask=None if attn_mask is None else at_least(attn_mask, 4),
         alibi_slopes=None if alibi_slopes is None else two_sided_slopes(alibi_slopes),
-        left=left,
-        right=right,
-        fast=precision == "fast",
-        **fields,
-    )
+        left=left, right=right, fast=precision == "fast", **fields,
+    )  # fmt: skip
 
 
 def cast_operands(*operands: Any) -> tuple[Any, ...]:
