@@ -31,10 +31,16 @@ Loss = Callable[[Any, Any], Tensor]
 @torch.inference_mode(False)  # or the new parameters could not be trained
 @torch.no_grad()
 def convert(
-    model: nn.Module, batches: Iterable[Any] | None = None, *, normalize: bool = True,
-    bias: AttentionBias | float | None = None, loss: Loss | None = None,
-    example: Sequence[Any] | Mapping[str, Any] | None = None, keep: Sequence[str] = (), max_error: float | None = None,
-) -> ConversionReport:  # fmt: skip
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    normalize: bool = True,
+    bias: AttentionBias | float | None = None,
+    loss: Loss | None = None,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    keep: Sequence[str] = (),
+    max_error: float | None = None,
+) -> ConversionReport:
     """Turn a model's softmax attention into sigmoid attention, in place and with its weights.
 
     With batches, the model computes nearly the same as before. It is run on them, in evaluation mode and without

@@ -104,12 +104,25 @@ class Attention(nn.Module):
     tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, activation: Activation, attention_bias: AttentionBias | float | None,
-        normalize: bool = False, num_kv_heads: int | None = None, qk_norm: Norm = "rms",
-        position: RotaryEmbedding | Alibi | None = None, causal: bool | None = None,
-        window: tuple[int, int] | None = None, temperature: float | None = None, length_power: float = 0.0,
-        output_norm: Norm = "none", dropout: float = 0.0, kv_embed_dim: int | None = None, use_bias: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        activation: Activation,
+        attention_bias: AttentionBias | float | None,
+        normalize: bool = False,
+        num_kv_heads: int | None = None,
+        qk_norm: Norm = "rms",
+        position: RotaryEmbedding | Alibi | None = None,
+        causal: bool | None = None,
+        window: tuple[int, int] | None = None,
+        temperature: float | None = None,
+        length_power: float = 0.0,
+        output_norm: Norm = "none",
+        dropout: float = 0.0,
+        kv_embed_dim: int | None = None,
+        use_bias: bool = False,
+    ) -> None:
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim})

@@ -23,9 +23,13 @@ Learn = Literal["no", "layer", "head", "query", "quadratic"]
 
 
 def make_bias(
-    rule: float | Rule, *, learn: Learn = "no", max_seq_len: int | None = None, num_heads: int,
+    rule: float | Rule,
+    *,
+    learn: Learn = "no",
+    max_seq_len: int | None = None,
+    num_heads: int,
     head_dim: int | None = None,
-) -> AttentionBias:  # fmt: skip
+) -> AttentionBias:
     """Create the bias that a configuration names.
 
     Args:
