@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -78,16 +78,10 @@ def generate(
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
     ends += [] if end is None else [end]
-    (result,) = model.generate(
-        [torch.tensor(encode(prompt), dtype=torch.int64)],
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=ends,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    tokens = result.tolist()
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+    inputs = torch.tensor(encode(prompt), dtype=torch.int64)
+    tokens = model.generate([inputs], max_new_tokens, stop_tokens=ends, **options)[0].tolist()
     print(bytes(tokens).decode(errors="replace") if tokenizer is None else tokenizer.decode(tokens))
 
 

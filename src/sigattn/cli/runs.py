@@ -31,14 +31,7 @@ FORMAT = 2  # of run.json; increased when an older one can no longer be read
 
 
 class TrainingProgress(Progress):
-    """A bar for each model with its latest measurements; if the output is not a terminal, a line every 20 steps.
-
-    Args:
-        steps: number of steps of each model.
-        quiet: show no bars.
-    """
-
-    STEPS_PER_LINE = 20
+    """A bar for each model with its latest measurements; if the output is not a terminal, a line every 20 steps."""
 
     def __init__(self, steps: int, *, quiet: bool = False) -> None:
         console = Console()
@@ -59,7 +52,7 @@ class TrainingProgress(Progress):
         text += f" samples/s {row['samples_per_second']:,.1f} | {self.validation[title]}"
         done = row["step"] + 1
         self.update(self.task_ids[-1], completed=done, description=text)
-        if not self.console.is_terminal and (done % self.STEPS_PER_LINE == 0 or done in (1, self.steps)):
+        if not self.console.is_terminal and (done % 20 == 0 or done in (1, self.steps)):
             self.console.print(f"{title}: step {done} {text}", soft_wrap=True, highlight=False)
 
 
@@ -83,17 +76,9 @@ def run_training(
 ) -> list[dict[str, Any]]:
     """Train a recipe in a folder (``train.loop.train``) and show the progress; return the measurements of each step."""
     with TrainingProgress(recipe.training.max_steps, quiet=not init_process_mesh().is_main_process) as progress:
-        loop.train(
-            recipe.task,
-            recipe.model,
-            recipe.training,
-            data,
-            folder,
-            weights=weights,
-            resume=resume,
-            on_row=functools.partial(progress.show, recipe.name),
-            on_start=lambda _: on_start(),
-        )
+        run = (recipe.task, recipe.model, recipe.training, data, folder)
+        on_row = functools.partial(progress.show, recipe.name)
+        loop.train(*run, weights=weights, resume=resume, on_row=on_row, on_start=lambda _: on_start())
     return metrics.read_metrics(folder / "metrics.jsonl")
 
 

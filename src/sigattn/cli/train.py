@@ -78,13 +78,11 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
             "sets its length"
         )
     data = load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-    rows = run_training(
-        recipe,
-        data,
-        folder,
-        resume=options.resume,
-        on_start=lambda: write_run(folder, recipe, name, options.data, options.tokenizer),
-    )
+
+    def on_start() -> None:
+        write_run(folder, recipe, name, options.data, options.tokenizer)
+
+    rows = run_training(recipe, data, folder, resume=options.resume, on_start=on_start)
     if is_main_process:
         if final := metrics.last_validation(rows):
             print(", ".join(f"{k} {v:.4g}" for k, v in final.items()))

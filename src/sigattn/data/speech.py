@@ -155,10 +155,7 @@ class Speech(Data):
         return self._epochs[key]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:
-        """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read.
-
-        The frames of the first utterances are cached, up to ``MAX_CACHED_BYTES``.
-        """
+        """Return the log-mel frames of an utterance, cached if memory allows; None if a recording cannot be read."""
         if utterance in self._cached_frames:
             return self._cached_frames[utterance]
         parts, rate = [], 0

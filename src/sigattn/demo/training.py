@@ -101,15 +101,12 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
         with lock_folder(folder):
             for name, (title, _) in MODELS.items():
                 show = functools.partial(on_row, title)
-                trained = train(
-                    task, models[name], config.training, text, folder / name, resume=config.resume, on_row=show
-                )
+                run = (task, models[name], config.training, text, folder / name)
+                trained = train(*run, resume=config.resume, on_row=show)
                 rows = read_metrics(folder / name / "metrics.jsonl")
                 runs.append(report.Run(title, rows, generate_sample(trained)))
-            page = report.comparison_page(
-                "Softmax and sigmoid attention, side by side", INTRODUCTION, runs, describe(config, text)
-            )
-            write_text(folder / "report.html", page)
+            title, facts = "Softmax and sigmoid attention, side by side", describe(config, text)
+            write_text(folder / "report.html", report.comparison_page(title, INTRODUCTION, runs, facts))
     return runs
 
 

@@ -70,9 +70,8 @@ class ViTConfig(TransformerConfig):
     def grid_size(self) -> int:
         """Number of patches along a side; raises ValueError if patch_size does not divide image_size."""
         if self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size must be a multiple of patch_size, got {self.image_size} and {self.patch_size}"
-            )
+            sizes = f"{self.image_size} and {self.patch_size}"
+            raise ValueError(f"image_size must be a multiple of patch_size, got {sizes}")
         return self.image_size // self.patch_size
 
     @property

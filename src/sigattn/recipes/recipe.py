@@ -90,11 +90,9 @@ class Recipe:
         return self.model.transformer
 
     def with_transformer(self, **changes: Any) -> Recipe:
-        """Return a copy with fields of ``transformer`` changed."""
         return replace(self, model=self.model.with_transformer(**changes))
 
     def with_training(self, **changes: Any) -> Recipe:
-        """Return a copy with settings of training changed."""
         return replace(self, training=replace(self.training, **changes))
 
     def softmax(self) -> Recipe:
@@ -104,7 +102,6 @@ class Recipe:
         return replace(twin, name=f"{self.name}-softmax")
 
     def parameters(self) -> int:
-        """Return the number of the model's parameters."""
         return sum(p.numel() for p in build(self.model, "meta").parameters())
 
     def tiny(self) -> Recipe:

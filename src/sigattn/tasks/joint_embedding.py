@@ -57,9 +57,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
+        return _Sum.apply(grad.contiguous())
 
 
 def projector(widths: list[int]) -> nn.Sequential:
@@ -202,7 +200,6 @@ class BYOL(Task):
         check_at_least(1, self, "base_batch_size", "projector_dim", "output_dim")
 
     def build(self, model: ViTConfig) -> nn.Module:
-        """Return student (backbone and projector), predictor and teacher."""
         student = Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
         return StudentAndTeacher(student, projector([self.output_dim, self.projector_dim, self.output_dim]))
 

@@ -65,10 +65,7 @@ class ContextualMapping:
                 raise TypeError(f"ContextualMapping: {name} must be an integer (δ is a unit fraction), got {value!r}")
         if d < 1 or n < 2 or inverse_delta < 2:
             raise ValueError(f"ContextualMapping: needs d ≥ 1, n ≥ 2 and inverse_delta ≥ 2, got {sizes}")
-        self.d = d
-        self.n = n
-        self.inverse_delta = inverse_delta
-        self.first_layer = first_layer
+        self.d, self.n, self.inverse_delta, self.first_layer = d, n, inverse_delta, first_layer
         self.grid: Any = inverse_delta**d
         if n > self.grid:
             raise ValueError(

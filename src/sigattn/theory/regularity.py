@@ -22,20 +22,14 @@ from sigattn.ops.problem import Problem, make_problem
 class Head:
     """Attention head without output projection: a function of the tokens, (n, d) → (n, e).
 
-    Attributes:
-        query: W_q, (d, k).
-        key: W_k, (d, k).
-        value: W_v, (d, e).
-        activation: "sigmoid" or "softmax".
-        bias: b; None means -log n, as in the paper. Ignored by softmax.
-        scale: factor of the logits; None means k^-1/2.
-        hybrid_norm: apply a LayerNorm without parameters to the output.
+    W_q and W_k are (d, k), W_v is (d, e). The bias None means -log n, as in the paper (softmax has none), the scale
+    None k^-1/2. ``hybrid_norm`` applies a LayerNorm without parameters to the output.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    activation: str = "sigmoid"
+    activation: str = "sigmoid"  # or "softmax"
     bias: float | None = None
     scale: float | None = None
     hybrid_norm: bool = False

@@ -25,13 +25,13 @@ HOLDS, CORRECTED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement of the paper and the result of checking it."""
+    """Statement of the paper, where it stands, the number of cases checked, and the verdict with an optional note."""
 
     claim: str
-    where: str  # section, theorem or equation of the paper
-    cases: int  # number of cases checked
-    verdict: str  # "holds", "holds corrected", "fails" or "depends"
-    note: str  # details of the result; may be empty
+    where: str
+    cases: int
+    verdict: str
+    note: str
 
 
 def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
