@@ -56,7 +56,8 @@ class MicrotileBenchmark:
     """Configuration of the model of microtiles.
 
     Attributes:
-        rows, columns: size of the microtile, in numbers and vectors, instead of each processor's own.
+        rows: rows of the microtile, in numbers, instead of each processor's own.
+        columns: columns of the microtile, in vectors, instead of each processor's own.
         llvm_mca: the program, of LLVM 19 or later, with which it knows every processor here.
         results: file for the results (JSON).
     """
