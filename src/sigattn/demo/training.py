@@ -64,7 +64,7 @@ class DemoConfig:
     num_layers: int = 4
     embed_dim: int = 128
     num_heads: int = 4
-    training: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=360, batch_size=8, validate_every=60))
+    training: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=360, batch_size=8, validate_every=90))
 
     def __post_init__(self) -> None:
         check_at_least(1, self, *SIZES)
