@@ -84,8 +84,8 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
     binding.initialize_all_asmprinters()
     rows = []
     for processor, peak, note in PROCESSORS:
-        own = processor.registers
-        registers = own._replace(rows=config.rows or own.rows, columns=config.columns or own.columns)
+        registers = processor.registers
+        registers = registers._replace(rows=config.rows or registers.rows, columns=config.columns or registers.columns)
         for per_word in (1, 2) if registers.has_bf16 else (1,):
             row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
             rows.append({**row, "note": note if per_word == 2 or not note.startswith("bfloat16") else ""})

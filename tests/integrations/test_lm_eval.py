@@ -78,6 +78,8 @@ def test_generation(lm, model):
     long = "the quick brown fox jumps over the lazy dog"
     (row,) = model.generate([torch.tensor(list(long.encode()[-16:]))], 16, temperature=0.0)
     assert lm.generate_until(requests((long, {})), disable_tqdm=True) == [lm.tok_decode(row[16:].tolist())]
+    with pytest.raises(ValueError, match="32 new tokens leave no room for a prompt in a context of 32"):
+        lm.generate_until(requests((long, {"max_gen_toks": 32})), disable_tqdm=True)
 
 
 @pytest.mark.parametrize("end", [None, 0])

@@ -22,6 +22,7 @@ from sigattn.optional import explain_import_errors
 with explain_import_errors("eval"):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerFast
 
@@ -76,6 +77,17 @@ class SigattnLM(HFLM):
             raise ValueError(f"a continuation of {longest} tokens does not fit in a context of {self.max_length}")
         likelihoods: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         return likelihoods
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return a continuation of each prompt."""
+        limits = (normalize_gen_kwargs(dict(r.args[1]), self.max_gen_toks)["max_gen_toks"] for r in requests)
+        if (longest := max(limits, default=0)) >= self.max_length:
+            raise ValueError(
+                f"{longest} new tokens leave no room for a prompt in a context of {self.max_length}: lower "
+                "max_gen_toks in the task's generation_kwargs"
+            )
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        return texts
 
 
 def _byte_tokenizer() -> tokenizers.Tokenizer:

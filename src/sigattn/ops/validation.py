@@ -174,7 +174,7 @@ def cache(caller: str, *, enable_gqa: bool = True, **arguments: Any) -> None:
 
 def options(
     caller: str, query: Tensor, bias_target: Sequence[int], mask_target: Sequence[int | None],
-    mask_layout: str = "(B, Hq, N, M)", *, key: Tensor | None = None, **given: Any,
+    mask_layout: str = "(B, Hq, N, M)", *, key: Tensor | None = None, **values: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the options of a call as arguments of ``make_problem``; raise unless they fit the query.
 
@@ -182,21 +182,21 @@ def options(
     are mask_layout. The key is for advice on the layout of the operands.
     """
     batch, heads = bias_target[:2]
-    if (attn_mask := given.get("attn_mask")) is not None:
+    if (attn_mask := values.get("attn_mask")) is not None:
         mask(caller, attn_mask, query, mask_target, mask_layout, key=key)
-    if (bias := given["bias"]) is not None:
+    if (bias := values["bias"]) is not None:
         _bias(caller, bias, query, bias_target)
-    if (alibi_slopes := given["alibi_slopes"]) is not None:
+    if (alibi_slopes := values["alibi_slopes"]) is not None:
         slopes(caller, alibi_slopes, query, batch, heads)
-    if (key_lengths := given.get("key_lengths")) is not None:
+    if (key_lengths := values.get("key_lengths")) is not None:
         integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
     for name in ("is_causal", "normalize"):
-        if type(given[name]) is not bool:
-            flag(caller, name, given[name])
+        if type(values[name]) is not bool:
+            flag(caller, name, values[name])
     dropout_p, scale, window, softcap = numbers(
-        caller, given.get("dropout_p", 0.0), given["scale"], given["window"], given["softcap"]
+        caller, values.get("dropout_p", 0.0), values["scale"], values["window"], values["softcap"]
     )
-    return given | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
+    return values | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
 
 
 def numbers(
