@@ -33,8 +33,8 @@ class Call:
         dims = self.d if self.dv is None else f"{self.d}, {self.dv}"
         return f"{self.kind} {', '.join(self.options) or 'plain'}; {str(self.dtype)[6:]} D={dims} N={self.n}"
 
-    def __call__(self) -> None:
-        """Make the call, and its backward pass if there is one."""
+    def __call__(self) -> list[torch.Tensor]:
+        """Make the call, and its backward pass if there is one; return inputs, outputs and gradients."""
         with contextlib.ExitStack() as stack:
             if "deterministic" in self.options:
                 torch.use_deterministic_algorithms(True)
@@ -42,7 +42,7 @@ class Call:
             if "fast" in self.options:
                 stack.callback(sigattn.set_sigmoid_precision, sigattn.get_sigmoid_precision())
                 sigattn.set_sigmoid_precision("fast")
-            {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
+            return {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
 
     def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
         """Return random (B, H, N, D) with the memory order of projections, (B, N, H, D)."""
@@ -87,7 +87,11 @@ def _blocks(n: int) -> Any:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, n, KEYS, device="cpu")
 
 
-def _dense(call: Call) -> None:
+def _tensors(*given: Any) -> list[torch.Tensor]:
+    return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def _dense(call: Call) -> list[torch.Tensor]:
     given: dict[str, Any] = {}
     for name in call.options:
         given |= DENSE[name](call)
@@ -95,15 +99,12 @@ def _dense(call: Call) -> None:
     kv_heads = HEADS // 2 if "enable_gqa" in given else HEADS
     dv = call.dv or call.d
     q, k, v = call.rows(call.n, HEADS, call.d), call.rows(KEYS, kv_heads, call.d), call.rows(KEYS, kv_heads, dv)
-    leaves = [q, k, v] + [
-        x
-        for name, x in given.items()
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and not (constant and name == "attn_mask")
-    ]
+    leaves = [x for x in _tensors(q, k, v, *([] if constant else given.values())) if x.is_floating_point()]
     for leaf in leaves:
         leaf.requires_grad_()
     out = sigattn.sigmoid_attention(*(t.transpose(1, 2) for t in (q, k, v)), backend="triton", **given)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    grad = torch.ones_like(out)
+    return _tensors(q, k, v, *given.values(), out, grad, *torch.autograd.grad(out, leaves, grad))
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -121,7 +122,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-def _packed(call: Call) -> None:
+def _packed(call: Call) -> list[torch.Tensor]:
     starts = torch.tensor([0, 10, 10, 10 + KEYS], dtype=torch.int32)
     dv = call.dv or call.d
     q, k, v = (torch.zeros(10 + KEYS, HEADS, e, dtype=call.dtype).requires_grad_() for e in (call.d, call.d, dv))
@@ -129,7 +130,8 @@ def _packed(call: Call) -> None:
     for name in call.options:
         given |= PACKED[name]
     out = flash.flash_attn_varlen_func(q, k, v, starts, starts, KEYS, KEYS, backend="triton", **given)
-    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    grad = torch.ones_like(out)
+    return _tensors(q, k, v, starts, *given.values(), out, grad, *torch.autograd.grad(out, (q, k, v), grad))
 
 
 CACHED: dict[str, Callable[[Call], dict[str, Any]]] = {
@@ -150,7 +152,7 @@ CACHED: dict[str, Callable[[Call], dict[str, Any]]] = {
 }
 
 
-def _cached(call: Call) -> None:
+def _cached(call: Call) -> list[torch.Tensor]:
     given: dict[str, Any] = {"sigmoid_bias": -1.5}
     for name in call.options:
         given |= CACHED[name](call)
@@ -160,7 +162,8 @@ def _cached(call: Call) -> None:
     k, v = (torch.zeros(*size, kv_heads, e, dtype=call.dtype) for e in (call.d, dv))
     lengths = torch.tensor([KEYS, 100], dtype=torch.int32)
     q = call.rows(call.n, HEADS, call.d)
-    flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend="triton", **given)
+    out = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend="triton", **given)
+    return _tensors(q, k, v, lengths, *given.values(), out)
 
 
 OPTIONS = {"dense": tuple(DENSE), "packed": tuple(PACKED), "cached": tuple(CACHED)}

@@ -1,7 +1,7 @@
 """Launches of every public call, on every architecture: they compile, fit and spill little in their loops, and ptxas
 serialises none of their tensor core instructions.
 
-A run of the tests draws two calls, or SIGATTN_FUZZ_EXAMPLES (``make test-kernels EXAMPLES=…``), by SIGATTN_SEED. A
+A run of the tests has one call, or SIGATTN_FUZZ_EXAMPLES (``make test-kernels EXAMPLES=…``), by SIGATTN_SEED. A
 call takes about five seconds, and there are thousands.
 """
 
@@ -32,7 +32,7 @@ ONCE_TOO_LARGE = [
 def sample():
     everything = [(architecture, call) for architecture in ARCHITECTURES for call in calls.all_calls()]
     if not EXAMPLES:
-        return [ONCE_TOO_LARGE[0], ONCE_TOO_LARGE[-1]]
+        return ONCE_TOO_LARGE[:1]
     chosen = random.Random(os.environ.get("SIGATTN_SEED", "0"))  # the same in each process that shares the work
     return ONCE_TOO_LARGE + chosen.sample(everything, min(EXAMPLES, len(everything)))
 
@@ -66,12 +66,3 @@ def spilled(launched):
     """Count the loads and stores of spilled registers in the innermost loops that compute weights."""
     _, code = machine_code.disassemble(launched.compiled.asm["cubin"])
     return sum(op.startswith(("STL", "LDL")) for body in machine_code.inner_loops(code) for op, _ in body)
-
-
-def test_every_option_reaches_the_kernels():
-    """Each option alone, without compilation, with its pointers, strides and specialisations."""
-    chosen = random.Random(0)
-    for call in calls.all_calls() if EXAMPLES else chosen.sample(calls.all_calls(), 12):
-        with standin_driver.gpu(90, compiles=False) as launched:
-            call()
-            assert {"dense": 3, "packed": 3, "cached": 1}[call.kind] <= len(launched) <= 4, call

@@ -5,13 +5,12 @@ import random
 
 import pytest
 
-from benchmarks import static, static_hopper, tile_shapes
+from benchmarks import static, static_hopper
 from sigattn.ops.triton import tuning
 
 KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
-only_all = pytest.mark.skipif(not EVERYTHING, reason="long; make test-kernels runs it")
 DIMS = (16, 32, 64, 128, 256)
 OPTIONS = [
     {},
@@ -51,10 +50,12 @@ def products_are_asynchronous(*case, **changes):
     return report
 
 
-TABLES = [(90, 64, True, k) for k in KERNELS] + [(80, 128, True, tuning.FWD), (100, 64, False, tuning.DKDV)]
+TABLES = [(90, 64, True, k) for k in KERNELS] + [(80, 128, True, tuning.FWD), (100, 64, False, tuning.FWD)]
+FLOAT32 = []
 if EVERYTHING:
-    pairs = [(a, d, causal) for a in SHARED for d in DIMS for causal in (False, True)]
-    TABLES = [(*pair, k) for pair in pairs for k in kernels(*pair[:2], "bfloat16")]
+    groups = [(a, d, causal) for a in SHARED for d in DIMS for causal in (False, True)]
+    TABLES = [(*group, k) for group in groups for k in kernels(*group[:2], "bfloat16")]
+    FLOAT32 = [(*group, k) for group in groups for k in kernels(*group[:2], "float32")]
 
 
 @pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), TABLES)
@@ -77,6 +78,13 @@ def test_kernels_of_the_tables(architecture, d, causal, kernel):
     assert inner.selects < (0.75 if d <= 128 else 1.1), report
     if causal:
         assert max(loop.selects for loop in report.loops) > 0.9, report  # and the edges do have one
+
+
+@pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), FLOAT32)
+def test_float32(architecture, d, causal, kernel):
+    report = products_are_asynchronous(kernel, architecture, "float32", d, causal)
+    assert report.spills == 0, report
+    assert report.shared <= SHARED[architecture], report
 
 
 DECODING = [(100, "float16", 128, PAGES), (90, "bfloat16", 64, {"config": tuning.decode_config(64, 2, 64)})]
@@ -125,60 +133,22 @@ def options_of_hopper(dtype, head_dim):
     ]
 
 
-ALONE = [case for t in ("bfloat16", "float16") for d in DIMS for case in options_of_hopper(t, d)]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "d", "causal", "options"), ALONE if EVERYTHING else random.sample(ALONE, 1)
-)
-def test_every_option_on_hopper(kernel, dtype, d, causal, options):
-    products_are_asynchronous(kernel, 90, dtype, d, causal, **options)
-
-
 SCORE = {"MASK": "added", "NEED_MASK": "stored", "BIAS": "tensor", "SHIFT": "tensor", "grad_bias": "*fp32"}
 MORE = {"SLOPES": True, "grad_slopes": "*fp32", "HAS_LEFT": True, "SOFTCAP": True, "DROPOUT": True, "GROUP": 4}
-TOGETHER = [(k, {**SCORE, **MORE}) for k in KERNELS]
-if EVERYTHING:
-    TOGETHER += [
-        (k, options)
-        for options in (
-            {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},
-            {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast"},
-            {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72},
-            {"BLOCK_Q": 128, "BLOCK_K": 128},
-        )
-        for k in KERNELS
-    ]
+TOGETHER = (
+    {**SCORE, **MORE},
+    {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},
+    {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast"},
+    {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72},
+    {"BLOCK_Q": 128, "BLOCK_K": 128},
+)
+HOPPER = [(*case[:4], None, case[4]) for t in ("bfloat16", "float16") for d in DIMS for case in options_of_hopper(t, d)]
+HOPPER += [(k, "float16", 64, True, SMALL, options) for options in TOGETHER for k in KERNELS]
+HOPPER += [(k, "float32", 64, True, None, {"PRECISION": "tf32"}) for k in KERNELS]
+if not EVERYTHING:  # one option at random, many at once, and TF32
+    HOPPER = [*random.sample(HOPPER[:-18], 1), HOPPER[-17], HOPPER[-1]]
 
 
-@pytest.mark.parametrize(("kernel", "options"), TOGETHER)
-def test_several_options_at_once(kernel, options):
-    products_are_asynchronous(kernel, 90, "float16", 64, True, SMALL, **options)
-
-
-@pytest.mark.parametrize("kernel", KERNELS if EVERYTHING else [tuning.DQ])
-def test_tf32(kernel):
-    products_are_asynchronous(kernel, 90, "float32", 64, True, PRECISION="tf32")
-
-
-@only_all
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_candidates_of_tune(kernel, head_dim):
-    """Asynchronous, within shared memory, and nearly nothing spilled."""
-    for config in tile_shapes.candidates(kernel, head_dim):
-        for part in [{"grad_value": None}, {"grad_key": None}] if config.split_dkdv else [{}]:
-            report = products_are_asynchronous(kernel, 90, "bfloat16", head_dim, False, config, **part)
-            assert report.shared <= SHARED[90], report
-            assert report.spills <= 8, report
-
-
-@only_all
-@pytest.mark.parametrize("architecture", SHARED)
-@pytest.mark.parametrize("head_dim", DIMS)
-def test_float32_configurations(architecture, head_dim):
-    for kernel in kernels(architecture, head_dim, "float32"):
-        for causal in (False, True):
-            report = products_are_asynchronous(kernel, architecture, "float32", head_dim, causal)
-            assert report.spills == 0, report
-            assert report.shared <= SHARED[architecture], report
+@pytest.mark.parametrize(("kernel", "dtype", "d", "causal", "config", "options"), HOPPER)
+def test_options_on_hopper(kernel, dtype, d, causal, config, options):
+    products_are_asynchronous(kernel, 90, dtype, d, causal, config, **options)

@@ -3,22 +3,12 @@
 The stand-in driver checks the grid, the range and dtype of each argument, and TMA's requirements of a descriptor.
 """
 
-import os
-from unittest import mock
-
 import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops.triton import tuning
 from tests.ops import standin_driver
-
-in_force = tuning.kernel_config
-MODES = {
-    "default": {"DIRECT_LAUNCH": True},
-    "TMA": {"kernel_config": lambda *given: in_force(*given)._replace(tma=True)},
-    "portable": {"HOPPER_CONFIGS": {}},
-}
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -59,10 +49,11 @@ SELF = {
 }
 
 
-@pytest.fixture(params=MODES if "SIGATTN_FUZZ_EXAMPLES" in os.environ else ["default"])
-def launched(request):
-    mode = {"TMA_MIN_WEIGHTS": 0, **MODES[request.param]}
-    with standin_driver.gpu(90, compiles=False) as launched, mock.patch.multiple(tuning, **mode):
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
+    monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
+    with standin_driver.gpu(90, compiles=False) as launched:
         yield launched
 
 
@@ -115,46 +106,38 @@ def test_masks_and_numbers_of_any_kind(launched):
         *({"window": window} for window in ((2**31 - 1, 2**31 - 1), (2**40, 5))),
         *({"dropout_p": p} for p in (0.999999, 1e-12)),
     ):
-        both_passes(q, q, q, **options)
-        wide = rows(2, 100, 4, 128)
-        both_passes(wide, wide, wide, **options)
+        for t in (q, rows(2, 100, 4, 128)):
+            both_passes(t, t, t, **options)
 
 
-def test_more_elements_than_32_bits_count():
+def test_more_elements_than_32_bits_count(launched):
     """Strides beyond 2^31 are passed in 64 bits (the memory is never accessed)."""
-    with standin_driver.gpu(90, compiles=False) as launched:
-        q = rows(5, 70_000, 100, 64)
-        sigmoid_attention(q, q, q, backend="triton")
-        (one,) = launched
-        assert one.arguments["query_strides"].b == 70_000 * 6400
-        assert q.numel() > 2**31
-        assert one.grid == (-(-70_000 // one.options.BLOCK_M) * 500, 1, 1)
+    q = rows(5, 70_000, 100, 64)
+    sigmoid_attention(q, q, q, backend="triton")
+    (one,) = launched
+    assert one.arguments["query_strides"].b == 70_000 * 6400
+    assert q.numel() > 2**31
+    assert one.grid == (-(-70_000 // one.options.BLOCK_M) * 500, 1, 1)
 
 
-def test_packed_sequences():
-    with standin_driver.gpu(90, compiles=False) as launched:
-        for dtype in (torch.int32, torch.int64):
-            for starts in ([0, 0], [0, 0, 10], [0, 10, 10], range(3001)):
-                starts = torch.tensor(starts, dtype=dtype)
-                q = empty(int(starts[-1]), 2, 64).requires_grad_()
-                longest = int(starts.diff().max())
-                out = sigmoid_varlen_attention(q, q, q, starts, starts, longest, longest, backend="triton")
-                torch.autograd.grad(out, q, torch.empty_like(out))
-        assert launched
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sequences(launched, dtype):
+    for starts in ([0, 0], [0, 0, 10], [0, 10, 10], range(3001)):
+        starts = torch.tensor(starts, dtype=dtype)
+        q, longest = empty(int(starts[-1]), 2, 64).requires_grad_(), int(starts.diff().max())
+        out = sigmoid_varlen_attention(q, q, q, starts, starts, longest, longest, backend="triton")
+        torch.autograd.grad(out, q, torch.empty_like(out))
+    assert launched
 
 
-def test_caches():
+@pytest.mark.parametrize(
+    ("batch", "capacity", "queries", "heads", "splits"),
+    [(70_000, 16, 1, 2, 0), (1, 1_000_000, 1, 2, 0), (1, 2_000_000, 1, 2, 100_000), (1, 100, 1, 2, 100_000),
+     (1, 0, 1, 2, 0), (2, 100, 500, 16, 0)],
+)  # fmt: skip
+def test_caches(launched, batch, capacity, queries, heads, splits):
     """No more parts than the grid permits or than there are tiles of keys."""
-    with standin_driver.gpu(90, compiles=False) as launched:
-        for batch, capacity, queries, heads, splits in (
-            (70_000, 16, 1, 2, 0),
-            (1, 1_000_000, 1, 2, 0),
-            (1, 2_000_000, 1, 2, 100_000),
-            (1, 100, 1, 2, 100_000),
-            (1, 0, 1, 2, 0),
-            (2, 100, 500, 16, 0),
-        ):
-            q, k = empty(batch, queries, heads, 64), empty(batch, capacity, 1, 64)
-            options = {"cache_seqlens": min(capacity, 9), "num_splits": splits, "bias": -1.0, "enable_gqa": True}
-            sigmoid_kvcache_attention(q, k, k, backend="triton", **options)
-            assert launched[-1].grid[1] <= max(1, -(-capacity // launched[-1].options.BLOCK_N))
+    q, k = empty(batch, queries, heads, 64), empty(batch, capacity, 1, 64)
+    options = {"cache_seqlens": min(capacity, 9), "num_splits": splits, "bias": -1.0, "enable_gqa": True}
+    sigmoid_kvcache_attention(q, k, k, backend="triton", **options)
+    assert launched[-1].grid[1] <= max(1, -(-capacity // launched[-1].options.BLOCK_N))
