@@ -21,10 +21,16 @@ TINY = {
 }  # fmt: skip
 
 
-def test_kernels(tmp_path, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
+    """Call the formula instead of interpreted kernels, which other tests here call."""
+    formula = Implementation(False, baselines.with_backend("reference"), cpu=True, alibi=True)
+    monkeypatch.setitem(IMPLEMENTATIONS, OURS, formula)
+
+
+def test_kernels(tmp_path, monkeypatch, quick):
     monkeypatch.setattr(timing, "capture_graph", lambda call: call)
-    config = kernels.KernelBenchmark(**TINY, results=tmp_path)
-    report = kernels.benchmark_kernels(config)
+    report = kernels.benchmark_kernels(kernels.KernelBenchmark(**TINY, results=tmp_path))
     assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
     ours = {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["implementation"] == OURS}
     assert ours == set(itertools.product((16,), (False, True), (False, True), ("forward", "backward", "training")))
@@ -43,10 +49,8 @@ def test_kernels_stop_in_time(tmp_path):
     assert len(report["left_out_for_time"]) == 11 * (4 + 2)
 
 
-def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path):
-    config = kernels.KernelBenchmark(
-        **{**TINY, "precompile": True}, alibi=False, baselines=(NAIVE, SDPA), results=tmp_path
-    )
+def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path, quick):
+    options = {**TINY, "precompile": True, "alibi": False, "plot": False, "baselines": (NAIVE, SDPA)}
 
     def failures(function, groups, **_):
         assert function == "benchmarks.kernels:try_once"
@@ -54,7 +58,7 @@ def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch
         return {key: {0: "no end after 30 s"} if key[0] == SDPA else {} for key in groups}
 
     monkeypatch.setattr(subprocesses, "find_failures", failures)
-    report = kernels.benchmark_kernels(config)
+    report = kernels.benchmark_kernels(kernels.KernelBenchmark(**options, results=tmp_path))
     assert {r["implementation"] for r in report["rows"]} == {OURS, NAIVE}
     assert set(report["absent"].values()) == {"no end after 30 s"}
 
@@ -120,7 +124,7 @@ def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
     assert (tmp_path / "accuracy.png").exists()
 
 
-def test_hybridnorm(tmp_path):
+def test_hybridnorm(tmp_path, quick):
     config = hybridnorm.HybridNormBenchmark(
         lengths=(16,), num_heads=1, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
     )
@@ -153,7 +157,7 @@ def test_a_fault_of_the_gpu_is_no_reason_to_leave_out_what_follows(monkeypatch):
         baselines.available_passes(baselines.IMPLEMENTATIONS, inputs, {})
 
 
-def test_overhead(tmp_path):
+def test_overhead(tmp_path, quick):
     config = overhead.OverheadBenchmark(
         n=20, num_heads=1, head_dim=16, batch_sizes=(1,), dtype="float32", rounds=1, round_seconds=0.0,
         results=tmp_path / "overhead.json",

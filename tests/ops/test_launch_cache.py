@@ -59,13 +59,33 @@ def check(q, k, v, **options):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+class Kernel:
+    """A kernel that writes nothing, or what ``run`` writes."""
+
+    __name__, arg_names = "kernel", ("query", "out")
+
+    def __init__(self, run=lambda **_: None):
+        self.run = run
+
+    def __getitem__(self, grid):
+        return self.run
+
+
+@pytest.fixture
+def no_op_kernels(monkeypatch):
+    """Only the number of preparations is of interest."""
+    for name in ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"):
+        monkeypatch.setattr(launch, name, Kernel())
+
+
+@pytest.mark.usefixtures("no_op_kernels")
 def test_the_first_call_with_a_key_is_not_stored_and_the_cache_is_bounded(prepared, monkeypatch):
     monkeypatch.setattr(launch_cache, "_cache", {})
     for seed, count in enumerate([2, 4, 4]):
-        check(*tensors(seed))
+        both_passes(*tensors(seed), "triton")
         assert len(prepared) == count
     monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 3)
-    check(*tensors(0, (1, 1, 1, 16)))
+    both_passes(*tensors(0, (1, 1, 1, 16)), "triton")
     assert len(launch_cache._cache) <= 3
 
 
@@ -78,37 +98,41 @@ def test_one_tensor_as_query_key_and_value(prepared):
     assert len(prepared) == 2
 
 
-def test_different_calls_have_different_keys(prepared):
-    """The numbers, shapes, layouts and alignments of a call, and which gradients it needs."""
-    q, k, v = tensors(9)
-    calls = [((q, k, v), options) for options in (
-        {}, {"is_causal": True}, {"window": (3, 2)}, {"scale": 0.5}, {"softcap": 0.5}, {"softcap": 2.0},
-        {"bias": -1.0}, {"bias": -2.0},
+@pytest.mark.usefixtures("no_op_kernels")
+def test_calls_that_differ_are_prepared_anew(prepared, monkeypatch):
+    """In numbers, shapes, layouts, dtypes, gradients that are needed, the alignment of an address, or the tables."""
+    leaves = q, k, v = tensors(9)
+    grad, mask, in_force = torch.ones(1, 1, 20, 16), torch.ones(20, 20, dtype=torch.bool), tuning.kernel_config
+
+    def misaligned(t):
+        return torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape).requires_grad_(t.requires_grad)
+
+    def like(function):
+        return [function(t.detach()).requires_grad_() for t in leaves]
+
+    calls = [(leaves, options) for options in (
+        {}, {"is_causal": True}, {"window": (3, 2)}, {"scale": 0.5}, {"softcap": 0.5}, {"softcap": 2.0}, {"bias": -1.0},
+        {"bias": -2.0}, {"attn_mask": mask}, {"attn_mask": misaligned(mask)},
     )]  # fmt: skip
     calls += [(tensors(1, shape), {}) for shape in ((1, 2, 21, 16), (2, 1, 20, 16))]
-    calls += [((q, *tensors(8, (1, 1, 33, 16), 2)), {"is_causal": True})]  # more keys than queries
+    calls += [((q, *tensors(8, (1, 1, 33, 16), 2)), {})]
     calls += [((tensors(9, (1, 2, 20, 16))[0], k, v), {"enable_gqa": True})]  # one key head
-    calls += [([t.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_() for t in (q, k, v)], {})]
-    calls += [((q, k.detach(), v), {})]
-    for operands, options in calls:  # the pass of an earlier call would return other numbers
-        check(*operands, **options)
+    calls += [(like(lambda t: t.transpose(1, 3).contiguous().transpose(1, 3)), {}), (like(torch.Tensor.bfloat16), {})]
+    calls += [([misaligned(t) if i == j else t for j, t in enumerate(leaves)], {}) for i in range(3)]
 
+    def prepares(operands, options, grad=None):
+        before, out = len(prepared), sigmoid_attention(*operands, backend="triton", **options)
+        torch.autograd.grad(
+            out, [t for t in operands if t.requires_grad], torch.ones_like(out) if grad is None else grad
+        )
+        return len(prepared) - before
 
-def test_alignment_and_dtype_are_part_of_the_key(prepared):
-    """Kernels are specialised by dtype and by the alignment of each address to 16 bytes."""
-    aligned = [t.detach() for t in tensors(0, n=4)]
-    moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
-
-    def call(operands):
-        q, k, v = (t.requires_grad_() for t in operands[:3])
-        out = sigmoid_attention(q, k, v, attn_mask=operands[3][0, 0, :, :1], backend="triton")
-        torch.autograd.grad(out, (q, k, v), operands[3])
-
-    call(aligned)
-    for i in range(4):
-        call([*aligned[:i], moved[i], *aligned[i + 1 :]])
-    call([*aligned[:3], aligned[3].bfloat16().float()])
-    assert len(prepared) == 10
+    for expected in (2, 0):  # passes, the second time by others' tensors
+        assert [prepares(*call) for call in calls] == [expected] * len(calls)
+    for operands, gradient in (((q, k.detach(), v), grad), (leaves, misaligned(grad))):
+        assert [prepares(operands, {}, gradient) for _ in range(2)] == [1, 0]  # the backward pass
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(warps=8))
+    assert prepares(leaves, {}) == 2
 
 
 OPTIONS = {
@@ -222,13 +246,6 @@ def test_changes_in_place_are_recorded(prepared):
     assert all(map(callable, launch_cache._cache.values()))
 
 
-class NoOpKernel:
-    arg_names = ("query", "out")
-
-    def __getitem__(self, grid):
-        return lambda query, out, **_: out.copy_(query)
-
-
 def test_passes_of_threads_are_recorded_apart(prepared):
     """As autograd's threads, one for each device."""
     both_inside = threading.Barrier(2)
@@ -236,7 +253,9 @@ def test_passes_of_threads_are_recorded_apart(prepared):
     def function(p):
         both_inside.wait(10)
         out = torch.empty_like(p.query)
-        launch_cache.launch(NoOpKernel(), (1,), p.query.device, {}, {"query": p.query, "out": out})
+        launch_cache.launch(
+            Kernel(lambda query, out, **_: out.copy_(query)), (1,), p.query.device, {}, {"query": p.query, "out": out}
+        )
         both_inside.wait(10)
         return out
 
@@ -269,18 +288,18 @@ def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, re
     assert len(prepared) <= before + 1  # the backward pass
 
 
-def test_the_tables_are_part_of_the_key(prepared, monkeypatch):
-    check(*tensors(0))
+def test_descriptors_are_made_anew_for_other_tensors(prepared, monkeypatch):
     in_force = tuning.kernel_config
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    for seed in (1, 2):  # descriptors are made anew for other tensors
+    for seed in (1, 2):
         check(*tensors(seed))
-        assert len(prepared) == 4
+        assert len(prepared) == 2
 
 
+@pytest.mark.usefixtures("no_op_kernels")
 def test_entries_hold_no_tensors(prepared):
     q, k, v = tensors(0)
-    check(q, k, v)
+    both_passes(q, k, v, "triton")
     references = [weakref.ref(t) for t in (q, k, v)]
     del q, k, v
     gc.collect()
