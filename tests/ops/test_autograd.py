@@ -1,7 +1,10 @@
 """Derivatives of the registered ops: exported, by torch.func, or called directly."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
@@ -115,3 +118,29 @@ def test_a_profiler_sees_both_ops():
     with torch.profiler.profile(acc_events=True) as profiler:
         torch.autograd.grad(sigmoid_attention(q, q, q).sum(), q)
     assert {"sigattn::dense_forward", "sigattn::dense_backward"} <= {event.key for event in profiler.key_averages()}
+
+
+class Watched(torch.Tensor):
+    """A tensor that keeps what is called with it."""
+
+    called = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.called.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Watched.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_subclasses_see_the_op():
+    q = torch.randn(1, 1, 12, 8)
+    for context, query in ((Watch(), q), (contextlib.nullcontext(), q.as_subclass(Watched))):
+        Watched.called.clear()
+        with context, torch.no_grad():
+            sigmoid_attention(query, q, q)
+        assert torch.ops.sigattn.dense_forward.default in Watched.called

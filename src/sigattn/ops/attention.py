@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
@@ -163,11 +162,7 @@ def sigmoid_attention(
     if backend is not None:
         validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = make_problem(Problem, query, key, value, query_offset=query_offset, **blocks, **options)
-    backend = DENSE.choose(problem, backend)
-    if backend == "reference" and torch.compiler.is_compiling():  # PyTorch's operators in the graph, not the op
-        out = reference.traced_attention(*problem)
-    else:
-        out = DENSE.forward_op(*problem, backend, False)[0]
+    out = DENSE(problem, backend)
     return out if shape is None else out.reshape(shape)
 
 

@@ -60,6 +60,7 @@ def below_autograd(op: Op, keyset: torch._C.DispatchKeySet) -> Callable[..., Any
     return op.kernel if below.raw_repr() in _DEVICES_ALONE else functools.partial(op.overload.redispatch, below)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _USUAL_NAMES = ["CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"]
 _USUAL_NAMES += [name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast")]
 _USUAL_KEYS: int = functools.reduce(
@@ -68,18 +69,20 @@ _USUAL_KEYS: int = functools.reduce(
 
 
 def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if the dispatcher would only call an op's kernel with these tensors (its call takes 15 µs).
+    """Return True if the dispatcher would only call an op's kernels with these tensors (its call takes 30 µs).
 
-    That is: autograd does not record, no mode, transform, tracer or profiler is active, and no tensor is of a kind (a
-    subclass with its own dispatch, a negative view, …) that the dispatcher converts.
+    That is: no mode, transform, tracer or profiler is active, and no tensor is of a kind (a subclass, a negative view,
+    …) that it treats in its own way.
     """
-    if torch.is_grad_enabled() or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack():
+    if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
         return False
     keys = torch._C._dispatch_tls_local_include_set().raw_repr()
     for t in tensors:
         if t is not None:
+            if type(t) not in _PLAIN:
+                return False
             keys |= torch._C._dispatch_keys(t).raw_repr()
-    return not keys & ~_USUAL_KEYS and forward_ad._current_level < 0
+    return not keys & ~_USUAL_KEYS
 
 
 def recording() -> contextlib.AbstractContextManager[Any]:
@@ -96,13 +99,14 @@ def node(
 ) -> Any:
     """Return the class of nodes of autograd's graph that stand for calls of an op.
 
-    ``apply`` takes the key set, the op's other arguments, and its leading tensors. ``setup`` saves what the derivative
-    needs, given the context, the tensors, the other arguments and the result, and returns the result of the call;
-    ``derivative`` returns the gradients of the tensors, given the context and those of the outputs.
+    ``apply`` takes the key set (None if it ``can_bypass_dispatcher``), the op's other arguments, and its leading
+    tensors. ``setup`` saves what the derivative needs, given the context, the tensors, the other arguments and the
+    result, and returns the result of the call; ``derivative`` returns the gradients of the tensors, given the context
+    and those of the outputs.
     """
 
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, rest: Sequence[Any], *tensors: Any) -> Any:
-        call = below_autograd(op, keyset)
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet | None, rest: Sequence[Any], *tensors: Any) -> Any:
+        call = op.kernel if keyset is None else below_autograd(op, keyset)
         with torch._C._AutoDispatchBelowAutograd():
             if torch._C._are_functorch_transforms_active():
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # the next level records the op, too

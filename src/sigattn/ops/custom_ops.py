@@ -6,6 +6,8 @@ is that of the formula. Every call takes the same way, so that ``torch.compile``
 checkpoints and hooks apply to it:
 
     public function → Operator.__call__ → op → Operator._autograd → Operator._forward → Backend.forward
+
+Without anything between an op and its kernel, ``Operator.__call__`` calls that itself.
 """
 
 from __future__ import annotations
@@ -152,10 +154,17 @@ class Operator(Generic[P]):
     def __call__(self, problem: P, backend: str | None) -> Tensor:
         """Return the output of a problem; raise ValueError if ``backend`` does not support it."""
         backend = self.choose(problem, backend)
-        if backend == "reference" and self.traced_formula is not None and torch.compiler.is_compiling():
-            return self.traced_formula(*problem)
-        out: Tensor = self.forward_op(*problem, backend, False)[0]
-        return out
+        tensors: tuple[Any, ...] = problem[: self.num_tensors]
+        if torch.compiler.is_compiling():
+            if backend == "reference" and self.traced_formula is not None:
+                return self.traced_formula(*problem)  # PyTorch's operators in the graph, not the op
+        elif backend != "reference" and autograd.can_bypass_dispatcher(tensors):
+            if not autograd.needs_grad(tensors):
+                with torch._C._AutoDispatchBelowAutograd():
+                    return self._forward(*problem, backend, False).out
+            if self.formula is not None:
+                return self._node.apply(None, (*problem[self.num_tensors :], backend, True), *tensors)[0]
+        return self.forward_op(*problem, backend, False)[0]
 
     def choose(self, problem: P, backend: str | None) -> str:
         """Return ``backend`` or that of the context, else the fastest; raise ValueError if it lacks support."""
@@ -232,7 +241,7 @@ class Operator(Generic[P]):
             return (None,) * self.num_tensors
         needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])
         tensors = (grad_out, *ctx.saved_tensors)
-        if autograd.can_bypass_dispatcher(tensors):
+        if not torch.is_grad_enabled() and autograd.can_bypass_dispatcher(tensors):
             with torch._C._AutoDispatchBelowAutograd():
                 gradients: Any = self._compute_gradients(*tensors, *ctx.rest, needs_grad)
         else:

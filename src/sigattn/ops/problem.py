@@ -428,8 +428,8 @@ def cast_operands(*operands: Any) -> tuple[Any, ...]:
 
 def as_index(t: Tensor) -> Tensor:
     """Return integers in int64, unless they are int32: operators of PyTorch take no others as indices."""
-    is_other = not (t.is_floating_point() or t.dtype in (torch.bool, torch.int32, torch.int64))
-    return t.long() if is_other else t
+    is_index = t.dtype in (torch.int32, torch.int64, torch.bool) or t.is_floating_point()
+    return t if is_index else t.long()
 
 
 def combine_window(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

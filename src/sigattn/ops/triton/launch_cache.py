@@ -13,7 +13,6 @@ binds and specialises every argument again (30 µs).
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -39,19 +38,17 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     rest: tensors, or hashable values.
     """
     tensors: list[Tensor] = []
-    kind: Any = type(problem)
-    count = _num_tensors(kind)
-    key: list[Any] = [function, kind, *problem[count:]]
-    for x in (*problem[:count], *rest):
+    bias = problem.bias
+    key: list[Any] = [function, type(problem), *_settings(problem.query)]
+    for x in (*problem, *rest):
         if not isinstance(x, Tensor):
             key.append(x)
-        elif x is problem.bias and not x.dim():  # a number
+        elif x is bias and not x.dim():  # a number
             key.append(x.item())
         else:
             tensors.append(x)
             # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
             key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
-    key += _settings(problem.query)
     call = tuple(key)
     stored = _cache.get(call)
     if callable(stored):
@@ -63,12 +60,6 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
             _cache.clear()
         _cache[call] = False
     return function(problem, *rest)
-
-
-@functools.cache
-def _num_tensors(kind: Any) -> int:
-    """Return the number of fields of a class of problems that are tensors or None, which come first."""
-    return sum("Tensor" in field.__forward_arg__ for field in kind.__annotations__.values())
 
 
 def clear() -> None:
