@@ -32,12 +32,12 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from sigattn.ops.hopper import kernels
+    from sigattn.ops.hopper import backward, forward
 
     functions: dict[str, Any] = {
-        tuning.FWD: kernels.hopper_fwd_kernel,
-        tuning.DKDV: kernels.hopper_bwd_dkdv_kernel,
-        tuning.DQ: kernels.hopper_bwd_dq_kernel,
+        tuning.FWD: forward.hopper_fwd_kernel,
+        tuning.DKDV: backward.hopper_bwd_dkdv_kernel,
+        tuning.DQ: backward.hopper_bwd_dq_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, causal, config, normalize)
     source = GluonASTSource(functions[kernel], signature, constants)
@@ -60,7 +60,7 @@ def _signature(
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
-    from sigattn.ops.hopper.kernels import HopperOptions, Scales
+    from sigattn.ops.hopper.common import HopperOptions, Scales
 
     options = HopperOptions(
         WIDTH,

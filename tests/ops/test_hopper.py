@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import sys
 import types
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from benchmarks import tile_shapes
 from sigattn.ops.gradients import NeedsGrad
-from sigattn.ops.hopper import kernels
+from sigattn.ops.hopper import backward, forward
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
@@ -30,8 +31,11 @@ SIZES = [(130, 130), (200, 330), (64, 1), (1, 257), (300, 70)]
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Run the Gluon kernels of a module in simulation, in an order of events; ``started`` has their names."""
-    simulated = types.SimpleNamespace(order=(0, True), module=kernels, started=set())
+    """Run the Gluon kernels in simulation, in an order of events; ``started`` has their names.
+
+    ``module`` is one whose kernels are run instead of those of the library.
+    """
+    simulated = types.SimpleNamespace(order=(0, True), module=None, started=set())
     launch_portable, empty_like = launch_cache.launch, torch.empty_like
 
     def start(kernel, grid, device, options, arguments):
@@ -40,7 +44,7 @@ def simulated(monkeypatch):
             launch_portable(kernel, grid, device, options, arguments)
             return
         simulator = gluon_simulator.Simulator(simulated.order[0], lazy=simulated.order[1])
-        simulator.run(simulated.module, name, *grid, **arguments)
+        simulator.run(simulated.module or sys.modules[kernel.fn.__module__], name, *grid, **arguments)
         simulated.started.add(name)
 
     monkeypatch.setattr(launch_cache, "launch", start)
@@ -224,7 +228,10 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
     direction, indent, line, error = MISTAKES[mistake]
-    source, line = inspect.getsource(kernels), f"{' ' * indent}{line}\n" if line else ""
+    source, line = (
+        inspect.getsource(forward if direction == "forward" else backward),
+        f"{' ' * indent}{line}\n" if line else "",
+    )
     assert line in source
     source = source.replace(line, "").replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
     simulated.module = types.ModuleType("changed")

@@ -51,7 +51,7 @@ def descriptor(t: Tensor, rows: int) -> Any:
 
 
 def _schedule(prepared: Launch, name: str) -> tuple[int, int, int]:
-    """Return the heads of all samples, the programs, and the heads of a section (``kernels.head_and_tile``)."""
+    """Return the heads of all samples, the programs, and the heads of a section (``common.head_and_tile``)."""
     p, s = prepared.problem, prepared
     heads, rows = (s.kv_heads, s.m) if name == tuning.DKDV else (s.heads, s.n)
     row_tiles = -(-rows // (ROWS * WARP_GROUPS[name]))
@@ -81,10 +81,10 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
 
     In float16, weights and dS are multiplied by powers of two as in triton/activation.py and triton/scores.py.
     """
-    from sigattn.ops.hopper import kernels
+    from sigattn.ops.hopper import backward, common, forward
 
-    dkdv, dq = kernels.hopper_bwd_dkdv_kernel, kernels.hopper_bwd_dq_kernel
-    kernel = {tuning.FWD: kernels.hopper_fwd_kernel, tuning.DKDV: dkdv, tuning.DQ: dq}[name]
+    dkdv, dq = backward.hopper_bwd_dkdv_kernel, backward.hopper_bwd_dq_kernel
+    kernel = {tuning.FWD: forward.hopper_fwd_kernel, tuning.DKDV: dkdv, tuning.DQ: dq}[name]
     config, o = tuning.HOPPER_CONFIGS[name], prepared.options
     arguments = {key: prepared.arguments[key] for key in kernel.arg_names if key in prepared.arguments} | own
     for key in (key for key in IN_ROWS if key in arguments):
@@ -94,12 +94,12 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
     batch_heads, programs, section = _schedule(prepared, name)
     arguments |= {
         "bias": bias.pointer, "batch_heads": batch_heads, "section": section,
-        "scales": kernels.Scales(
+        "scales": common.Scales(
             z=arguments["scales"].z, bias=bias.value, unit=unit, lower=2.0 ** (grad_shift - bias.shift),
             out=1.0 if o.NORMALIZE and name == tuning.FWD else unit,
             logit=prepared.problem.scale_value * 2.0**-grad_shift, lift=bias.shift * math.log(2),
         ),
-        "OPT": kernels.HopperOptions(
+        "OPT": common.HopperOptions(
             WIDTH, config.block, config.stages, o.GROUP, CAUSAL=prepared.problem.right == 0,
             SIGMOID=config.sigmoid if o.SIGMOID == "accurate" else o.SIGMOID, SHIFTED=o.SHIFT != "none",
             NORMALIZE=o.NORMALIZE, BIAS="number" if o.BIAS == "number" else "tensor", WARP_GROUPS=WARP_GROUPS[name],
