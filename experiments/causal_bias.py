@@ -1,6 +1,7 @@
 """Beyond the paper: softmax replaced by sigmoid attention in one line, over three architectures.
 
     python -m experiments causal-bias --data tinyshakespeare.txt
+    python -m experiments causal-bias-larger --data tinyshakespeare.txt
 
 Byte-level language models are trained with softmax, with sigmoid attention and with sigmoid attention whose weights
 sum to one (``normalize``), in three architectures: GPT-2 (learned positions, LayerNorm, GELU: also nanoGPT's) and Llama
@@ -12,13 +13,16 @@ weights are to those of softmax, so b = -log M less 0, 3, 6 and 10 are compared.
 
 A default must also suit calls of other lengths, so each model is evaluated at half the training length as well, where
 the rule "-log M" changes the bias and a number does not.
+
+The second experiment repeats the comparison with softmax for larger GPT-2s of twice the length, and for five times as
+many steps.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +46,7 @@ from sigattn.train.metrics import MetricsLog, read_metrics
 SOFTMAX, LENGTH, VISIBLE, ZERO = "softmax", "-log n", "-log visible", "b = 0"
 OFFSETS = {f"normalized, -log n{f' - {offset}' if offset else ''}": offset for offset in (0, 3, 6, 10)}
 RULES = (SOFTMAX, LENGTH, *OFFSETS, VISIBLE, ZERO)
+OF_LARGER = (SOFTMAX, LENGTH, *OFFSETS)
 HALF = "-log n, b of the training length"  # an evaluation of models trained with LENGTH
 MARGIN = 0.02
 Bias = float | str | None  # None: softmax
@@ -80,6 +85,54 @@ def _alibi(bias: Bias, normalize: bool, sizes: LanguageModelConfig) -> nn.Module
 ARCHITECTURES = {"GPT-2": _gpt2, "Llama": _llama, "ALiBi": _alibi}
 
 
+@dataclass(frozen=True)
+class Column:
+    """Models that differ in the attention only: an architecture, its sizes and the length of its training.
+
+    Attributes:
+        architecture: a name of ``ARCHITECTURES``. num_layers, embed_dim, context, steps: at the small scale.
+        rules: the attentions, of ``RULES``.
+    """
+
+    architecture: str
+    num_layers: int = 3
+    embed_dim: int = 96
+    context: int = 128
+    steps: int = 2000
+    rules: tuple[str, ...] = RULES
+
+    def sizes(self, setting: Setting) -> LanguageModelConfig:
+        """Return the sizes of the models at a scale."""
+        return LanguageModelConfig(
+            embed_dim=self.embed_dim,
+            num_layers=self.num_layers,
+            num_heads=4,
+            max_seq_len=setting.scaled(16, self.context, 8 * self.context),
+        )
+
+    def training(self, setting: Setting) -> TrainConfig:
+        """Return the training at a scale, with seed 0."""
+        steps = setting.steps(2, self.steps, 10 * self.steps)
+        return TrainConfig(
+            max_steps=steps,
+            batch_size=16,
+            learning_rate=1e-3,
+            warmup_steps=max(1, steps // 20),
+            validate_every=max(1, steps // 8),
+            eval_batch_size=16,
+            checkpoint_every=steps,
+            log_attention_every=0,
+        )
+
+
+COLUMNS = {name: Column(name) for name in ARCHITECTURES}
+LARGER = {
+    "GPT-2, 4 × 128": Column("GPT-2", 4, 128, 256, 1000, OF_LARGER),
+    "GPT-2, 4 × 256": Column("GPT-2", 4, 256, 256, 1000, OF_LARGER),
+    "GPT-2, 10,000 steps": Column("GPT-2", steps=10_000, rules=OF_LARGER),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByteLanguageModelling(LanguageModelling):
     """Language modelling with a model of one of ``ARCHITECTURES``, whose bias follows one of ``RULES``."""
@@ -109,13 +162,15 @@ def train(task: ByteLanguageModelling, sizes: LanguageModelConfig, training: Tra
         rows = read_metrics(Path(name) / "metrics.jsonl")
     curve = {row["step"] + 1: row["validation_bits"] for row in rows if "validation_bits" in row}
     context, half = sizes.max_seq_len, sizes.max_seq_len // 2
-    batches = TextData(text.tokens, half, text.fingerprint, held_out=text.held_out).validation(training.eval_batch_size)
+    text_of_half = TextData(text.tokens, half, text.fingerprint, held_out=text.held_out)
+    device = trainer.processes.device
+    batches = [tuple(t.to(device) for t in batch) for batch in text_of_half.validation(training.eval_batch_size)]
 
     def bits_at_half(model: nn.Module) -> float:
         with torch.no_grad():
             return task.evaluate(model.eval(), batches)["bits"]
 
-    other = task.build_for(sizes, half)
+    other = task.build_for(sizes, half).to(device)
     other.load_state_dict(trainer.module.state_dict())
     final = {f"{task.rule} at {context}": curve[max(curve)], f"{task.rule} at {half}": bits_at_half(other)}
     if task.rule == LENGTH:
@@ -123,14 +178,14 @@ def train(task: ByteLanguageModelling, sizes: LanguageModelConfig, training: Tra
     return {"curve": curve, "final": final}
 
 
-def compare_causal_biases(setting: Setting) -> Result:
-    """Train every architecture with every rule; compare held-out bits per byte.
+def compare(columns: Mapping[str, Column], setting: Setting) -> Result:
+    """Train the models of every column with every rule; compare held-out bits per byte.
 
     Raises:
         MissingPackageError: without transformers.
     """
     require("transformers", "GPT-2 and Llama", "'sigattn[transformers]'")
-    jobs = plan_jobs(setting)
+    jobs = plan_jobs(columns, setting)
     sweep.check_stored(setting, setting.identities)
     missing = {run: job for run, job in jobs.items() if setting.stored.seeds.get(_name(*run[:2]), 0) <= run[2]}
     labels = {run: ", ".join(map(str, run)) for run in missing}
@@ -153,38 +208,28 @@ def present(data: Sequence[Row]) -> Result:
         for e, values in bits.items()
         if any(values.values())
     ]
-    return Result(("attention and bytes", *columns), rows, data, _draw(data, columns, lengths[0]))
+    return Result(("attention and bytes", *columns), rows, data, _draw(data, columns))
 
 
-def plan_jobs(setting: Setting) -> dict[tuple[str, str, int], cache.Job]:
-    """Return the training runs by architecture, rule and seed; fill in ``setting.identities``."""
-    context, steps = setting.scaled(16, 128, 1024), setting.steps(2, 2000, 20000)
-    sizes = LanguageModelConfig(embed_dim=96, num_layers=3, num_heads=4, max_seq_len=context)
-    text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(8, 128, 512))
-    names = tuple(ARCHITECTURES) if setting.scale != "smoke" else ("GPT-2", "ALiBi")
+def plan_jobs(columns: Mapping[str, Column], setting: Setting) -> dict[tuple[str, str, int], cache.Job]:
+    """Return the training runs by column, rule and seed; fill in ``setting.identities``."""
+    text, held_out = load_text(setting.data), setting.scaled(8, 128, 512)
     rules = RULES if setting.scale != "smoke" else (SOFTMAX, LENGTH, next(iter(OFFSETS)), VISIBLE, ZERO)
-    training = TrainConfig(
-        max_steps=steps,
-        batch_size=16,
-        learning_rate=1e-3,
-        warmup_steps=max(1, steps // 20),
-        validate_every=max(1, steps // 8),
-        eval_batch_size=16,
-        checkpoint_every=steps,
-        log_attention_every=0,
-    )
     jobs = {}
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
-        of_seed = replace(training, seed=seed)
-        for architecture in names:
-            for rule in rules:
-                task = ByteLanguageModelling(architecture=architecture, rule=rule)
-                identity = cache.identity_hash(task, sizes, of_seed, text.fingerprint, held_out=text.held_out)
+        for name, column in columns.items():
+            if setting.scale == "smoke" and name not in ("GPT-2", "ALiBi", *list(LARGER)[:1]):
+                continue
+            sizes, training = column.sizes(setting), replace(column.training(setting), seed=seed)
+            data = TextData.from_bytes(text, sizes.max_seq_len, held_out=held_out)
+            for rule in (rule for rule in column.rules if rule in rules):
+                task = ByteLanguageModelling(architecture=column.architecture, rule=rule)
+                identity = cache.identity_hash(task, sizes, training, data.fingerprint, held_out=held_out)
                 if seed == 0:
-                    setting.identities[_name(architecture, rule)] = identity
-                file = setting.folder / "runs" / f"{_name(architecture, rule)}, {seed}.json".replace(" ", "_")
-                call = partial(train, task, sizes, of_seed, text)
-                jobs[architecture, rule, seed] = cache.Job(file, {"identity": identity}, call)
+                    setting.identities[_name(name, rule)] = identity
+                file = setting.folder / "runs" / f"{_name(name, rule)}, {seed}.json".replace(" ", "_")
+                call = partial(train, task, sizes, training, data)
+                jobs[name, rule, seed] = cache.Job(file, {"identity": identity}, call)
     return jobs
 
 
@@ -198,18 +243,28 @@ def _length(row: Row) -> int:
 
 def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
     """Return the number of seeds by run of the rows of data (``Experiment.count_seeds``)."""
-    context = max(map(_length, rows))
-    names = [_name(row["architecture"], row["rule"].rpartition(" at ")[0]) for row in rows if _length(row) == context]
+    context = {row["architecture"]: _context(rows, row["architecture"]) for row in rows}
+    trained = [row for row in rows if _length(row) == context[row["architecture"]]]
+    names = [_name(row["architecture"], row["rule"].rpartition(" at ")[0]) for row in trained]
     return {name: names.count(name) for name in names}
 
 
-def _draw(data: Sequence[Row], architectures: Sequence[str], context: int) -> Any:
+def _context(data: Sequence[Row], architecture: str) -> int:
+    """Return the training length of the models of a column."""
+    return max(_length(row) for row in data if row["architecture"] == architecture)
+
+
+def _bits(data: Sequence[Row], architecture: str, rule: str, half: bool) -> list[float]:
+    """Return the bits of all seeds at the training length of a column, or at half of it."""
+    length = _context(data, architecture) // (2 if half else 1)
+    return select(data, "bits", architecture=architecture, rule=f"{rule} at {length}")
+
+
+def _draw(data: Sequence[Row], architectures: Sequence[str]) -> Any:
     """Draw the bits at the training length less those of softmax with the same seed."""
     figure, axes = drawing.axes_grid(len(architectures), width=4.6)
     for axis, architecture in zip(axes, architectures, strict=True):
-        softmax, *others = (
-            select(data, "bits", architecture=architecture, rule=f"{rule} at {context}") for rule in RULES
-        )
+        softmax, *others = (_bits(data, architecture, rule, False) for rule in RULES)
         gaps = {
             f"{'' if rule in OFFSETS else 'sigmoid, '}{rule}": [b - a for a, b in zip(softmax, values, strict=True)]
             for rule, values in zip(RULES[1:], others, strict=True)
@@ -221,35 +276,32 @@ def _draw(data: Sequence[Row], architectures: Sequence[str], context: int) -> An
     return figure
 
 
-def judge_causal_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare sigmoid attention with softmax, and the rules of its bias, in every architecture."""
+def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare sigmoid attention with softmax, and the rules of its bias, in every column that has both."""
     names = list(dict.fromkeys(row["architecture"] for row in data))
-    half, context = sorted({_length(row) for row in data})
-
-    def bits(architecture: str, rule: str, length: int) -> list[float]:
-        return select(data, "bits", architecture=architecture, rule=f"{rule} at {length}")
-
     findings = []
-    for rule, length in [(rule, length) for length in (context, half) for rule in (LENGTH, *OFFSETS)]:
-        trained = [a for a in names if bits(a, rule, length)]
-        gaps = {a: intervals.paired(bits(a, SOFTMAX, length), bits(a, rule, length)) for a in trained}
+    for rule, half in [(rule, half) for half in (False, True) for rule in (LENGTH, *OFFSETS)]:
+        trained = [a for a in names if _bits(data, a, rule, half)]
+        gaps = {a: intervals.paired(_bits(data, a, SOFTMAX, half), _bits(data, a, rule, half)) for a in trained}
         if not gaps:
             continue
         findings.append(
             Finding(
-                f"At {length} bytes, trained at {context}: {'' if rule in OFFSETS else 'plain sigmoid, '}{rule} is as "
-                "good as softmax.",
+                f"{_AT[half]}: {'' if rule in OFFSETS else 'plain sigmoid, '}{rule} is as good as softmax.",
                 intervals.verdict_all([gap.verdict_equal(MARGIN) for gap in gaps.values()]),
                 "bits above softmax with the same seed: "
                 + ", ".join(f"{a} {gap}" for a, gap in gaps.items())
                 + f"; tolerance ± {MARGIN:g}",
             )
         )
-    for rule, length in ((VISIBLE, context), (ZERO, context), (VISIBLE, half), (HALF, half)):
-        differences = {a: intervals.welch(bits(a, rule, length), bits(a, LENGTH, length)) for a in names}
+    for rule, half in ((VISIBLE, False), (ZERO, False), (VISIBLE, True), (HALF, True)):
+        trained = [a for a in names if _bits(data, a, rule, half)]
+        differences = {a: intervals.welch(_bits(data, a, rule, half), _bits(data, a, LENGTH, half)) for a in trained}
+        if not differences:
+            continue
         findings.append(
             Finding(
-                f"At {length} bytes, trained at {context}: {rule} is not better than the default, -log n.",
+                f"{_AT[half]}: {rule} is not better than the default of plain sigmoid, -log n.",
                 intervals.verdict_all([d.verdict_not_above(MARGIN) for d in differences.values()]),
                 "bits of -log n less those of the other: "
                 + ", ".join(f"{a} {d}" for a, d in differences.items())
@@ -259,16 +311,31 @@ def judge_causal_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
     return findings
 
 
+_AT = {False: "At the training length", True: "At half the training length"}
+
 EXPERIMENTS = (
     Experiment(
         "causal-bias",
         "Beyond the paper: softmax, sigmoid and normalized sigmoid attention, over three architectures",
         "Sect. 2 and App. E choose b = -log n",
-        compare_causal_biases,
-        judge_causal_biases,
+        partial(compare, COLUMNS),
+        judge,
         {"smoke": 0.4, "small": 250.0, "paper": None},
         "1 GPU",
         "3 layers of 96, 128 bytes, 2,000 steps",
+        takes=(*TRAINING, "data"),
+        kind="beyond",
+        count_seeds=count_seeds,
+    ),
+    Experiment(
+        "causal-bias-larger",
+        "Beyond the paper: normalized sigmoid attention in larger GPT-2s, and trained for longer",
+        "Sect. 2 and App. E choose b = -log n",
+        partial(compare, LARGER),
+        judge,
+        {"smoke": 0.4, "small": 1200.0, "paper": None},
+        "1 GPU",
+        "4 layers of 128 and 256, 256 bytes, 1,000 steps; 3 layers of 96, 128 bytes, 10,000 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
         count_seeds=count_seeds,
