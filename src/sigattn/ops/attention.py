@@ -173,7 +173,7 @@ def _on_nested(query: Any, key: Any, value: Any, *, enable_gqa: bool, backend: A
     operands = {name: packed[name] for name in ("query", "key", "value")}
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)
     options = validation.options(_NAME, packed["query"], (*query.shape[:2], 1, 1), (), **options)
-    needs_positions = options["is_causal"] or options["alibi_slopes"] is not None
+    needs_positions = options["is_causal"] or "alibi_slopes" in options
     needs_positions = needs_positions or options["window"] not in (None, (-1, -1))
     if needs_positions and not nested.has_equal_lengths(query, key):
         raise ValueError(

@@ -174,29 +174,36 @@ def cache(caller: str, *, enable_gqa: bool = True, **arguments: Any) -> None:
 
 def options(
     caller: str, query: Tensor, bias_target: Sequence[int], mask_target: Sequence[int | None],
-    mask_layout: str = "(B, Hq, N, M)", *, key: Tensor | None = None, **values: Any,
+    mask_layout: str = "(B, Hq, N, M)", *, key: Tensor | None = None, attn_mask: Any = None, dropout_p: Any = 0.0,
+    is_causal: Any = False, scale: Any = None, bias: Any = None, window: Any = None, alibi_slopes: Any = None,
+    key_lengths: Any = None, softcap: Any = 0.0, normalize: Any = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the options of a call as arguments of ``make_problem``; raise unless they fit the query.
+    """Return the options of a call that are given, as arguments of ``make_problem``; raise unless they fit the query.
 
     A bias broadcasts to bias_target, (B, Hq, N or 1, 1), a mask to mask_target (None for any size), whose dimensions
     are mask_layout. The key is for advice on the layout of the operands.
     """
-    batch, heads = bias_target[:2]
-    if (attn_mask := values.get("attn_mask")) is not None:
+    if type(is_causal) is not bool:
+        flag(caller, "is_causal", is_causal)
+    if type(normalize) is not bool:
+        flag(caller, "normalize", normalize)
+    given: dict[str, Any] = {"is_causal": is_causal, "normalize": normalize}
+    if attn_mask is not None:
         mask(caller, attn_mask, query, mask_target, mask_layout, key=key)
-    if (bias := values["bias"]) is not None:
+        given["attn_mask"] = attn_mask
+    if bias is not None:
         _bias(caller, bias, query, bias_target)
-    if (alibi_slopes := values["alibi_slopes"]) is not None:
-        slopes(caller, alibi_slopes, query, batch, heads)
-    if (key_lengths := values.get("key_lengths")) is not None:
-        integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
-    for name in ("is_causal", "normalize"):
-        if type(values[name]) is not bool:
-            flag(caller, name, values[name])
-    dropout_p, scale, window, softcap = numbers(
-        caller, values.get("dropout_p", 0.0), values["scale"], values["window"], values["softcap"]
+        given["bias"] = bias
+    if alibi_slopes is not None:
+        slopes(caller, alibi_slopes, query, *bias_target[:2])
+        given["alibi_slopes"] = alibi_slopes
+    if key_lengths is not None:
+        integers(caller, "key_lengths", key_lengths, bias_target[:1], "(B,)")
+        given["key_lengths"] = key_lengths
+    given["dropout_p"], given["scale"], given["window"], given["softcap"] = numbers(
+        caller, dropout_p, scale, window, softcap
     )
-    return values | {"dropout_p": dropout_p, "scale": scale, "window": window, "softcap": softcap}
+    return given
 
 
 def numbers(
