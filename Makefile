@@ -34,7 +34,7 @@ setup: .venv/installed
 	touch $@
 
 # The wheel of torchvision that pip finds is built for CUDA. Next to a PyTorch for CPUs it cannot be imported, and breaks
-# transformers; so it is kept out of the environment, in a folder that only a second run of pytest sees.
+# transformers; so it is kept out of the environment, in a folder that the tests add (tests/conftest.py).
 torchvision-apart:
 	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision
 	$(BIN)/python $(INSTALL) --no-deps --upgrade -c constraints.txt --target .venv/torchvision torchvision
@@ -64,8 +64,6 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10
-	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
-	    $(BIN)/python -m pytest -n auto --dist worksteal -p torchvision_operators -m torchvision tests/data tests/integrations
 
 # Without what does not depend on the version (messages, borders, simulated Hopper kernels, most interpreted kernels), and
 # without inductor, which needs a minute to compile on two cores
@@ -82,15 +80,19 @@ test-arm64: setup
 
 test-integrations: test-integrations-minimum test-integrations-newest
 
-# In one thread each, so that make -j2 runs both side by side
+# In one thread each, so that make -j2 runs both side by side. A package that is not in the layer has the version of
+# .venv, with which make test has tested it.
+OF_TRANSFORMERS := transformers transformers_conversion transformers_model transformers_written peft
+
 test-integrations-%: .venv-integrations-%/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src$$(test ! -d .venv/torchvision || echo :.venv/torchvision:tests/plugins) \
-	    .venv-integrations-$*/bin/python -m pytest --durations=5 $$(test ! -d .venv/torchvision || echo -p torchvision_operators) \
+	files=$$(cd .venv-integrations-$*/lib/python*/site-packages && \
+	    for name in timm:integrations/test_timm_conversion llvmlite:ops/test_llvm \
+	        $(OF_TRANSFORMERS:%=transformers:integrations/test_%); do \
+	        test ! -d $${name%%:*} || echo tests/$${name#*:}.py; \
+	    done) && test -z "$$files" || \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src .venv-integrations-$*/bin/python -m pytest --durations=5 \
 	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
-	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" \
-	    tests/integrations/test_timm_conversion.py tests/integrations/test_transformers.py tests/integrations/test_transformers_conversion.py \
-	    tests/integrations/test_transformers_model.py \
-	    tests/integrations/test_transformers_written.py tests/integrations/test_peft.py tests/ops/test_llvm.py
+	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" $$files
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or kernels" \
@@ -100,8 +102,6 @@ test-kernels: setup
 sweep: setup
 	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto --dist worksteal tests/integrations tests/ops/test_broadcasting.py \
 	    tests/distributed/test_context_parallel.py
-	test ! -d .venv/torchvision || SIGATTN_SWEEP=all PYTHONPATH=.venv/torchvision:tests/plugins \
-	    $(BIN)/python -m pytest -n auto --dist worksteal -p torchvision_operators -m torchvision tests/integrations
 
 mutation: setup
 	$(BIN)/python $(INSTALL) -c constraints.txt 'cosmic-ray>=8.7'

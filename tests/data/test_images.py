@@ -128,7 +128,6 @@ def test_stop_signals_do_not_end_the_workers(folder):
     assert len(workers) == 2
 
 
-@pytest.mark.torchvision
 @pytest.mark.parametrize(("augmentation", "views"), [("none", 1), ("crop", 1), ("randaugment", 1), ("simclr", 2),
                                                      ("multicrop", 10)])  # fmt: skip
 def test_batches_of_a_folder(folder, augmentation, views):

@@ -8,7 +8,7 @@ torchvision = pytest.importorskip("torchvision")
 
 from sigattn.conversion import convert, restore  # noqa: E402
 
-pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"num_classes": 5, "img_size": 32, "embed_dim": 32}
 MODELS = {
     "vit": lambda: timm.create_model("vit_tiny_patch16_224", patch_size=8, depth=2, num_heads=2, **SMALL),

@@ -16,7 +16,7 @@ from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
 from tests.integrations.sweep_timm import outcome  # noqa: E402
 
-pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 WHOLE = os.environ.get("SIGATTN_SWEEP") == "all"
 SWIN = {"depths": (1, 2), "num_heads": (1, 2), "embed_dim": 16}
 SAMPLE = {  # name: options, verdict, layers
