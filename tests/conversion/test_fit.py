@@ -34,18 +34,6 @@ def least_squares(x, y):
     return c - MARGIN - SPREAD * (y - c - a * x).std(), a
 
 
-def test_the_fit_is_ridge_regression_below_a_margin():
-    parts = [row_statistics(problem_of()) for _ in range(2)]
-    bias = fitted(*parts)
-    for h in range(H):
-        counted = [p.counted[:, h] for p in parts]
-        x = np.concatenate([torch.arange(1, N + 1).expand(B, N)[c].double().log() for c in counted])  # keys seen
-        y = np.concatenate([-p.lse[:, h][c].double() for p, c in zip(parts, counted, strict=True)])
-        c, a = least_squares(x, y)
-        assert bias.constant[h].item() == pytest.approx(c, abs=1e-4)
-        assert bias.slope[h].item() == pytest.approx(a, abs=1e-4)
-
-
 def test_rows_of_nearly_one_length_give_a_slope_near_minus_one():
     """Two numbers of visible keys that hardly differ, and denominators that differ more, as by chance."""
     visible = torch.tensor([100.0, 101.0]).repeat(50).view(1, 1, 100).expand(1, H, 100)

@@ -225,16 +225,11 @@ class Operators(TorchDispatchMode):
 
 class TestMultiheadAttention:
     @staticmethod
-    def truth(layer, q, k, v, seen, bias, added=0.0):
-        """(B, N, E), batch first, in PyTorch's own projections."""
-        same = layer.in_proj_weight is not None
-        ws = layer.in_proj_weight.chunk(3) if same else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-        bs = layer.in_proj_bias.chunk(3) if layer.in_proj_bias is not None else (None,) * 3
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((q, k, v), ws, bs, strict=True))
-        if layer.bias_k is not None:
-            k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, layer.bias_k), (v, layer.bias_v)))
+    def truth(layer, x, seen):
+        """Self-attention of (B, N, E) with b = -1, and weights (every option: tests/nn/test_converted_layers.py)."""
+        q, k, v = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
         q, k, v = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        weights = (q @ k.mT * q.shape[-1] ** -0.5 + bias + added).sigmoid().masked_fill(~seen, 0)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5 - 1).sigmoid().masked_fill(~seen, 0)
         return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
 
     @pytest.mark.parametrize(
@@ -258,60 +253,6 @@ class TestMultiheadAttention:
         with pytest.raises(ValueError, match=rf"multi_head_attention_forward: {next(iter(masks))} must be \("):
             layer(q, k, k, **masks)
 
-    @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True},
-                                         {"add_zero_attn": True}, {"batch_first": True}], ids=str)  # fmt: skip
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_every_option(self, options, masked):
-        layer = nn.MultiheadAttention(8, 2, **options)
-        replace(layer, bias=-1.0)
-        q = torch.randn(2, 4, 8)
-        k, v = (torch.randn(2, 5, options.get(name, 8)) for name in ("kdim", "vdim"))
-        keys = 5 + ("add_bias_kv" in options)
-        seen, more = torch.ones(2, 1, 4, keys, dtype=torch.bool), {}
-        if masked:
-            hidden, padding = torch.rand(4, 5) > 0.6, torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-            seen[..., :5] = ~hidden & ~padding[:, None, None]
-            more = {"attn_mask": hidden, "key_padding_mask": padding}
-        expected, weights = self.truth(layer, q, k, v, seen, -1.0)
-        inputs = (q, k, v) if options.get("batch_first") else tuple(t.transpose(0, 1) for t in (q, k, v))
-        out, average = layer(*inputs, **more)
-        torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
-        torch.testing.assert_close(average, weights.mean(1))
-        _, each = layer(*inputs, **more, average_attn_weights=False)
-        torch.testing.assert_close(each, weights)
-        out, none = layer(*inputs, **more, need_weights=False)
-        assert none is None
-        torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
-
-    def test_a_causal_mask_and_the_learned_key(self):
-        """Every query sees the learned key, after all others, with and without the weights."""
-        layer = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
-        replace(layer)
-        x, causal = torch.randn(2, 4, 8), nn.Transformer.generate_square_subsequent_mask(4)
-        seen = F.pad(torch.ones(4, 4).tril().bool(), (0, 1), value=True)
-        expected, _ = self.truth(layer, x, x, x, seen, -math.log(5))
-        for need_weights in (True, False):
-            out, _ = layer(x, x, x, attn_mask=causal, is_causal=True, need_weights=need_weights)
-            torch.testing.assert_close(out, expected)
-
-    def test_added_masks_causality_and_single_samples(self):
-        layer = nn.MultiheadAttention(8, 2, batch_first=True)
-        replace(layer)
-        x, added = torch.randn(2, 4, 8), torch.randn(4, 4, 4)
-        padding = torch.tensor([[0.0] * 4, [0.0] * 3 + [-math.inf]])
-        lengths = torch.tensor([4.0, 3.0]).view(-1, 1, 1, 1)
-        everything = added.unflatten(0, (2, 2)) + padding[:, None, None]
-        expected, _ = self.truth(layer, x, x, x, everything > -math.inf, -lengths.log(), everything.clamp(min=-1e30))
-        out, _ = layer(x, x, x, attn_mask=added, key_padding_mask=padding)
-        torch.testing.assert_close(out, expected)
-        causal = nn.Transformer.generate_square_subsequent_mask(4)
-        expected, _ = self.truth(layer, x, x, x, torch.ones(4, 4).tril().bool(), -math.log(4))
-        for options in ({}, {"is_causal": True}, {"is_causal": True, "need_weights": False}):
-            torch.testing.assert_close(layer(x, x, x, attn_mask=causal, **options)[0], expected)
-        torch.testing.assert_close(layer(x[0], x[0], x[0], attn_mask=causal)[0], expected[0])
-        with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch
-            layer(x, x, x, is_causal=True)
-
     @pytest.mark.parametrize("padded", [False, True])
     def test_pytorch_s_fused_encoder_does_not_bring_softmax_back(self, padded):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -328,7 +269,7 @@ class TestMultiheadAttention:
         torch.testing.assert_close(fast, training)
         seen = torch.ones(2, 1, 1, 5).bool() if padding is None else ~padding[:, None, None]
         y, first = x, encoder.layers[0]
-        y = first.norm1(y + self.truth(first.self_attn, y, y, y, seen, -1.0)[0])
+        y = first.norm1(y + self.truth(first.self_attn, y, seen)[0])
         y = first.norm2(y + first.linear2(F.relu(first.linear1(y))))
         torch.testing.assert_close(first(x, src_key_padding_mask=padding), y)
 
@@ -342,7 +283,7 @@ class TestMultiheadAttention:
         report = replace(encoder, (x,) if by_example else None, bias=-1.0)
         assert report == [converted("self_attn", kind.__name__, "multi_head_attention_forward")]
         assert isinstance(layer, kind)
-        expected, weights = self.truth(layer, x, x, x, torch.ones(4, 4, dtype=torch.bool), -1.0)
+        expected, weights = self.truth(layer, x, torch.ones(4, 4, dtype=torch.bool))
         out, average = layer(x, x, x)
         torch.testing.assert_close(out, expected * (2 if own_forward else 1))
         torch.testing.assert_close(average, weights.mean(1))
@@ -458,20 +399,6 @@ def test_the_report_lists_what_becomes_of_each_softmax():
 class Fused(nn.Module):
     def forward(self, x, mask=None):
         return F.scaled_dot_product_attention(x, x, x, mask)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_mask_that_hides_nothing_changes_nothing(normalize):
-    """The rule of the bias is one, although without a mask it is that of a size."""
-    x = torch.randn(2, 5, 8)
-    layer = nn.MultiheadAttention(8, 2, batch_first=True)
-    convert(layer, normalize=normalize)
-    hidden = torch.zeros(2, 5, dtype=torch.bool)
-    torch.testing.assert_close(layer(x, x, x, key_padding_mask=hidden)[0], layer(x, x, x)[0])
-
-    fused = nn.Sequential(Fused())
-    convert(fused, normalize=normalize)
-    torch.testing.assert_close(fused[0](x, torch.ones(5, 5, dtype=torch.bool)), fused[0](x))
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -1,0 +1,178 @@
+"""Converted layers against their formula in float64: every mask and option, with every kind of bias."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sigattn import convert
+from sigattn.nn import Attention, BatchLengthBias, ContextLengthBias, LearnableBias, VisibleKeysBias
+from sigattn.nn.bias_rules import make_bias
+from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
+
+ROW, COL = torch.arange(N)[:, None], torch.arange(N)
+BIASES = {"default": lambda: None, "number": lambda: -1.0, "visible": VisibleKeysBias, "fitted": linear_bias}
+SETTINGS = list(itertools.product(BIASES, (True, False)))
+
+
+def weights_by_formula(q, k, seen, added, bias, normalize):
+    """σ(S + b), with b by its definition: the default counts the keys that any query of a sample sees."""
+    seen = seen.expand(len(q), H, q.shape[2], k.shape[2])
+    b = bias
+    if bias is None:
+        b = -seen.flatten(1, 2).any(1).sum(-1).double().log().view(-1, 1, 1, 1) - 6 * normalize
+    elif not isinstance(bias, float):
+        n = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+        is_fitted = not isinstance(bias, VisibleKeysBias)
+        b = bias.constant.view(-1, 1, 1) + bias.slope.view(-1, 1, 1) * n if is_fitted else -n - 6 * normalize
+    weights = (q @ k.mT / q.shape[-1] ** 0.5 + added + b).sigmoid().masked_fill(~seen, 0)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) if normalize else weights
+
+
+class Attend(nn.Module):
+    """Self-attention by PyTorch's function, with whatever that takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(E, 3 * E)
+
+    def heads(self, x):
+        return self.qkv(x).unflatten(-1, (3, H, E // H)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x, queries=N, **options):
+        q, k, v = self.heads(x)
+        return F.scaled_dot_product_attention(q[:, :, :queries], k, v, **options)
+
+
+def added(seen, value):
+    return torch.zeros(seen.shape).double().masked_fill(~seen, value)
+
+
+g = torch.Generator().manual_seed(2)
+EVERY = torch.ones(1, 1, N, N, dtype=torch.bool)
+VISIBLE = torch.rand(B, 1, N, N, generator=g) > 0.4
+OF_HEADS = torch.rand(B, H, N, N, generator=g) > 0.8
+KEYS = (torch.tensor([N, 5])[:, None] > COL)[:, None, None]  # (B, 1, 1, N): padding is hidden
+POSITIONS = torch.linspace(-70, 70, H * N * N).view(1, H, N, N).double()
+CALLS = {  # the options of a call, the keys that its queries see, and what is added to the logits
+    "plain": ({}, EVERY),
+    "causal": ({"is_causal": True}, COL <= ROW),
+    "fewer queries": ({"queries": 4}, EVERY[:, :, :4]),
+    "fewer queries, causal": ({"queries": 4, "is_causal": True}, ROW[:4] >= COL),
+    "bool": ({"attn_mask": VISIBLE}, VISIBLE),
+    "2-D": ({"attn_mask": VISIBLE[0, 0]}, VISIBLE[:1]),
+    "heads": ({"attn_mask": OF_HEADS}, OF_HEADS),
+    "keys": ({"attn_mask": KEYS}, KEYS.expand(B, 1, N, N)),
+    "keys, square": ({"attn_mask": KEYS & KEYS.mT}, KEYS & KEYS.mT),  # rows of padding see nothing
+    **{str(v): ({"attn_mask": added(KEYS, v)}, KEYS.expand(B, 1, N, N)) for v in (-math.inf, torch.finfo().min, -1e4)},
+    "added": ({"attn_mask": added(VISIBLE, -math.inf)}, VISIBLE),
+    "a position bias hides nothing": ({"attn_mask": POSITIONS}, EVERY, POSITIONS),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_layers_that_call_pytorchs_function(call):
+    options, seen, *more = CALLS[call]
+    for name, normalize in SETTINGS:
+        layer = Attend().double()
+        convert(layer, bias=BIASES[name](), normalize=normalize)
+        q, k, v = layer.heads(X)
+        bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
+        weights = weights_by_formula(q[:, :, : options.get("queries", N)], k, seen, *(more or [0.0]), bias, normalize)
+        torch.testing.assert_close(layer(X, **options), weights @ v, msg=lambda m, n=(name, normalize): f"{n}: {m}")
+
+
+OPTIONS = [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True}, {"add_zero_attn": True},
+           {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": True}]  # fmt: skip
+HIDDEN, LATER = ~KEYS[:, 0, 0], COL > ROW
+SOME = torch.rand(B * H, N, N, generator=g) > 0.6
+OF_QUERIES = torch.randn(B * H, N, N, generator=g).double()
+MASKS = {
+    "none": ({}, EVERY),
+    "padding": ({"key_padding_mask": HIDDEN}, KEYS),
+    "added padding": ({"key_padding_mask": added(~HIDDEN, torch.finfo().min)}, KEYS),
+    "causal": ({"attn_mask": LATER}, ~LATER),
+    "added causal": ({"attn_mask": added(~LATER, -math.inf)}, ~LATER),
+    "causal, said": ({"attn_mask": LATER, "is_causal": True}, ~LATER),
+    "both": ({"attn_mask": LATER, "key_padding_mask": HIDDEN}, ~LATER & KEYS),
+    "heads": ({"attn_mask": SOME}, ~SOME.view(B, H, N, N)),
+    "added, heads": (
+        {"attn_mask": OF_QUERIES, "key_padding_mask": added(~HIDDEN, -math.inf)}, KEYS, OF_QUERIES.view(B, H, N, N)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_multihead_attention(options, masks):
+    """Every query sees the learned key and the key of zeros, which only counts where weights are divided by their sum.
+
+    Also of a single sample, if the mask is the same for all.
+    """
+    arguments, seen, *more = MASKS[masks]
+    inputs = [torch.randn(B, N, options.get(name, E)).double() for name in ("", "kdim", "vdim")]
+    for name, normalize in SETTINGS:
+        layer = nn.MultiheadAttention(E, H, dtype=torch.float64, **options).eval()
+        convert(layer, bias=BIASES[name](), normalize=normalize)
+        ws = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+        ws = ws if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
+        bs = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, ws, bs, strict=True))
+        if layer.bias_k is not None:
+            k, v = (torch.cat([t, b.expand(B, 1, -1)], 1) for t, b in ((k, layer.bias_k), (v, layer.bias_v)))
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
+        if layer.add_zero_attn and normalize:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        own = k.shape[2] - N
+        bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
+        more_logits = F.pad(more[0], (0, own)) if more else 0.0
+        visible = F.pad(seen.expand(-1, -1, -1, N) if seen.dim() == 4 else seen, (0, own), value=True)
+        weights = weights_by_formula(q, k, visible, more_logits, bias, normalize)
+        expected = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))
+        arranged = inputs if options.get("batch_first") else [t.transpose(0, 1) for t in inputs]
+        for returned, settings in (
+            (weights, {"average_attn_weights": False}), (weights.mean(1), {}), (None, {"need_weights": False})
+        ):  # fmt: skip
+            out, same = layer(*arranged, **arguments, **settings)
+            torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
+            assert (same is None) == (returned is None)
+            if returned is not None:
+                torch.testing.assert_close(same, returned)
+        if masks in ("none", "causal"):
+            torch.testing.assert_close(layer(*(t[0] for t in inputs), **arguments)[0], expected[0])
+
+
+def test_what_is_refused():
+    class Single(Attend):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+    layer = Single().double()
+    convert(layer, bias=linear_bias())
+    with pytest.raises(ValueError, match=r"needs plain queries of shape \(B, H, N, D\), got \(2, 9, 16\)"):
+        layer(X)
+    with pytest.raises(ValueError, match="QueryFeatureBias needs lengths, ALiBi or the query, which '' does not give"):
+        convert(Attend(), bias=QueryFeatureBias())
+    layer = nn.MultiheadAttention(E, H)
+    convert(layer)
+    with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch
+        layer(*X.float().expand(3, -1, -1, -1).unbind(), is_causal=True)
+
+
+RULES = [ContextLengthBias(9), BatchLengthBias(), VisibleKeysBias(), "log_context", "log_sample"]
+
+
+@pytest.mark.parametrize("rule", [*RULES, LearnableBias(-math.log(9) - 6)], ids=str)
+def test_rules_are_six_less_with_normalize(rule):
+    """In layers of this library, by module or by name; numbers and parameters are as given."""
+    x, lengths = torch.randn(2, 9, E), torch.tensor([9, 9])
+
+    def attend(bias):
+        torch.manual_seed(0)
+        bias = make_bias(bias, max_seq_len=9, num_heads=2) if isinstance(bias, str) else bias
+        return Attention(E, 2, activation="sigmoid", attention_bias=bias, causal=False, normalize=True)
+
+    torch.testing.assert_close(attend(rule)(x, key_lengths=lengths), attend(-math.log(9) - 6)(x))
