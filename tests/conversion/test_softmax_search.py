@@ -38,7 +38,7 @@ class SigmoidInstead(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "").partition(".")[0]
         if name == "softmax":
-            return (args[0] - math.log(5)).sigmoid()
+            return ((args[0] if args else kwargs["input"]) - math.log(5)).sigmoid()
         if name == SDPA:
             return (scores(*args[:2]) - math.log(5)).sigmoid() @ args[2]
         return func(*args, **(kwargs or {}))
@@ -216,6 +216,9 @@ WRITTEN = {
     "sparse": Sparse,
     "method": mixer(lambda self, q, k, v: torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)),
     "renamed": mixer(lambda self, q, k, v: torch.bmm(normalise(scores(q, k), -1)[:, 0], v[:, 0])[:, None]),
+    "in float64": mixer(lambda self, q, k, v: F.softmax(scores(q, k), dim=-1, dtype=torch.float64).to(v) @ v),
+    "over its last of 4": mixer(lambda self, q, k, v: torch.softmax(scores(q, k), 3) @ v),
+    "by keywords": mixer(lambda self, q, k, v: F.softmax(input=scores(q, k), dim=-1) @ v),
     "by name": mixer(lambda self, q, k, v: getattr(torch, "softmax")(scores(q, k), -1) @ v),  # noqa: B009
     "module": mixer(lambda self, q, k, v: F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v,
                     softmax=lambda: nn.Softmax(-1)),

@@ -3,6 +3,8 @@
 import itertools
 import os
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,13 @@ def test_several_processes(processes, tmp_path):
     assert all("compared" in text for text in said), said
     assert sorted(codes) == [0] + [7] * (processes - 1), said  # the one that dies, and those that notice
     assert max(float(re.search(r"error after ([\d.]+) s", text)[1]) for text in said if "error after" in text) < 60
+
+
+def test_the_example(tmp_path):
+    """It compares with one process itself, and fails if it differs."""
+    script = str(Path(__file__).parents[2] / "examples" / "context_parallel.py")
+    said, codes = launch(2, tmp_path, runpy.run_path, script, None, "__main__")
+    assert codes == [0, 0], said
 
 
 def test_one_process():

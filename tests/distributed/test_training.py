@@ -77,9 +77,8 @@ def runs(tmp_path_factory):
     bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
     recomputed = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     two = [
-        job("2-accumulated", training=accumulated),
         job("2-rope-context", "rope", training=recomputed),
-        job("2-closely", training={**CLOSELY, **accumulated, **fsdp}),
+        job("2-closely", training={**CLOSELY, **accumulated}),
         job("2-placeholder", "placeholder", training={**accumulated, **fsdp}),
         job("2-documents", "documents"),
         job("2-contrast", "contrast"),
@@ -112,7 +111,6 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("run", "whole"),
     [
-        ("2-accumulated", "language"),
         ("2-rope-context", "rope"),
         ("2-placeholder", "language"),  # a process without samples does not count
         ("2-documents", "documents"),  # processes are weighted by their targets

@@ -167,11 +167,6 @@ class TestSpeech:
         torch.testing.assert_close(alone[0], out[1, :4], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(out.exp().sum(-1), torch.ones(2, 7))
 
-    def test_the_bias_is_of_each_sample_s_own_length(self):
-        bias = SpeechModel(SPEECH).blocks[0].attention.attention_bias
-        values = bias(7, 7, key_lengths=torch.tensor([7, 4]), device=torch.device("cpu"))
-        torch.testing.assert_close(values.flatten(), -torch.tensor([7.0, 4.0]).log())
-
     def test_loss_is_ctc_s(self):
         model = SpeechModel(SPEECH).eval()
         frames, lengths = torch.randn(2, 20, 6), torch.tensor([20, 11])

@@ -38,14 +38,6 @@ def test_values():
     torch.testing.assert_close(VisibleKeysBias()(3, 9, visible=visible, **CPU), -visible.log())
 
 
-@pytest.mark.parametrize("heads", [None, 2])
-def test_a_learnable_bias_learns(heads):
-    layer = Attention(8, 2, activation="sigmoid", attention_bias=LearnableBias(-1.0, heads))
-    layer(torch.randn(1, 5, 8)).sum().backward()
-    assert layer.attention_bias.value.grad.abs().min() > 0
-    assert layer.attention_bias.value.grad.shape == ((1,) if heads is None else (2, 1, 1))
-
-
 @pytest.mark.parametrize(
     ("rule", "learn", "kind"),
     [
