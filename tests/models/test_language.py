@@ -56,6 +56,12 @@ def test_the_bias_of_every_layer():
     assert of(activation="softmax") is None
 
 
+def test_short_prompts_see_what_long_ones_saw():
+    """b is the context's, not the prompt's: so a prefix gives the same logits whatever follows it."""
+    model, tokens = LanguageModel(LanguageModelConfig(**SMALL)), torch.randint(50, (1, 16))
+    torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]))
+
+
 def test_generation_is_repeated_by_its_generator():
     model, prompt = LanguageModel(LanguageModelConfig(**SMALL)), torch.tensor([[1, 2, 3]])
     drawn = [model.generate(prompt, 20, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
