@@ -20,21 +20,21 @@ class DeadlockError(Exception):
 class Value:
     """A tensor in registers."""
 
-    def __init__(self, data):
-        self.data = data
-
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
     type = types.SimpleNamespace(layout=None)
 
-    def to(self, dtype, bitcast=False):
-        return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
+    def __init__(self, data):
+        self.data = data
 
     def __neg__(self):
         return Value(-self.data)
 
     def __getitem__(self, at):
         return Value(self.data[at])
+
+    def to(self, dtype, bitcast=False):
+        return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
 
 
 def _raw(x):
@@ -56,10 +56,6 @@ class Shared:
     def __init__(self, data):
         self.data = data
 
-    def index(self, i):
-        assert 0 <= i < len(self.data), f"slot {i} of {len(self.data)}"
-        return self.data[i] if isinstance(self.data, list) else Shared(self.data[i])
-
     def reshape(self, shape):
         return Shared(self.data.view(shape))
 
@@ -68,6 +64,10 @@ class Shared:
 
     def store(self, value):
         self.data.copy_(_raw(value))
+
+    def index(self, i):
+        assert 0 <= i < len(self.data), f"slot {i} of {len(self.data)}"
+        return self.data[i] if isinstance(self.data, list) else Shared(self.data[i])
 
 
 class Pointer:
@@ -316,37 +316,26 @@ class Simulator:
             bound = torch.tensor(b, dtype=a.dtype)  # a GPU's minimum ignores NaN by default
             return Value((torch.fmin if propagate_nan is None else torch.minimum)(a.data, bound))
 
+        def called(name):  # a function of PyTorch on numbers in registers
+            return lambda x, *args: Value(getattr(torch, name)(_raw(x), *args))
+
+        nothing = dict.fromkeys(("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout"), lambda *_: None)
         gl = types.SimpleNamespace(
-            constexpr=lambda x: x,
-            int32=torch.int32,
-            int64=torch.int64,
-            float32=torch.float32,
-            program_id=lambda _: self.program,
-            num_programs=lambda _: self.programs,
-            cdiv=lambda a, b: -(-a // b),
-            minimum=least,
-            maximum=max,
-            static_range=range,
-            static_assert=lambda condition: None,
+            **nothing, **{name: called(name) for name in ("exp2", "sum", "reshape", "permute")},
+            **{name: getattr(torch, name) for name in ("int32", "int64", "float32")},
+            constexpr=lambda x: x, static_range=range, static_assert=lambda condition: None, minimum=least, maximum=max,
+            program_id=lambda _: self.program, num_programs=lambda _: self.programs, cdiv=lambda a, b: -(-a // b),
             load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
             store=lambda pointer, value, mask: pointer.store(value, mask),
-            sum=lambda x, axis: Value(_raw(x).sum(axis)),
-            exp2=lambda x: Value(torch.exp2(_raw(x))),
             zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
             arange=lambda start, stop, layout: Value(torch.arange(start, stop)),
             where=lambda c, a, b: Value(torch.where(_raw(c), _raw(a), _raw(b))),
-            reshape=lambda x, shape: Value(_raw(x).reshape(shape)),
             split=lambda x: tuple(Value(t) for t in _raw(x).unbind(-1)),
             join=lambda a, b: Value(torch.stack((_raw(a), _raw(b)), -1)),
-            permute=lambda x, order: Value(_raw(x).permute(order)),
             convert_layout=lambda x, layout, assert_trivial=False: Value(_raw(x)),
-            allocate_shared_memory=self.allocate,
-            warp_specialize=lambda parts, warps, registers: self.split(parts),
-            NVMMADistributedLayout=lambda *_: None,
-            SliceLayout=lambda *_: None,
-            DotOperandLayout=lambda *_: None,
+            allocate_shared_memory=self.allocate, warp_specialize=lambda parts, warps, registers: self.split(parts),
             PropagateNan=types.SimpleNamespace(ALL=True),
-        )
+        )  # fmt: skip
         mbarrier = types.SimpleNamespace(
             init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive, MBarrierLayout=lambda: None
         )
@@ -354,16 +343,11 @@ class Simulator:
             async_copy_global_to_shared=self.load, async_copy_shared_to_global=self.store, store_wait=self.store_wait
         )
         return {
-            "gl": gl,
-            "tl": gl,  # in functions of the portable kernels
-            "mbarrier": mbarrier,
-            "tma": tma,
-            "warpgroup_mma": self.mma,
-            "warpgroup_mma_init": lambda x: x,
-            "warpgroup_mma_wait": self.mma_wait,
-            "fence_async_shared": self.pause,
-            "special_reciprocal": lambda x: Value(torch.reciprocal(_raw(x))),
-        }
+            "gl": gl, "tl": gl,  # in functions of the portable kernels
+            "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": self.mma, "warpgroup_mma_init": lambda x: x,
+            "warpgroup_mma_wait": self.mma_wait, "fence_async_shared": self.pause,
+            "special_reciprocal": called("reciprocal"),
+        }  # fmt: skip
 
     def run(self, module, kernel, programs, **arguments):
         """Run a kernel of a module, one program after another."""
@@ -376,10 +360,8 @@ class Simulator:
                 for name, called in names.items():
                     is_kernel = type(called).__name__ in ("GluonJITFunction", "SimpleNamespace")
                     if is_kernel and hasattr(called, "fn") and name not in simulated:
-                        f = types.FunctionType(
-                            called.fn.__code__, world(called.fn.__globals__), name, called.fn.__defaults__
-                        )
-                        worlds[id(names)][name] = f
+                        f, there = called.fn, world(called.fn.__globals__)
+                        worlds[id(names)][name] = types.FunctionType(f.__code__, there, name, f.__defaults__)
             return worlds[id(names)]
 
         arguments = {name: Pointer(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}

@@ -8,7 +8,7 @@ seconds per kernel (``compiles=False``). It needs a process without TRITON_INTER
 
 >>> with gpu(90) as launched:
 ...     sigmoid_attention(q, k, v, backend="triton")
-... launched[0].name, launched[0].grid, launched[0].options.BLOCK_M, launched[0].binary.shared
+... launched[0].name, launched[0].grid, launched[0].options.BLOCK_M
 """
 
 from __future__ import annotations
@@ -35,19 +35,9 @@ from sigattn.ops import triton as backend
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import kernel_args, launch_cache
 
-KIB = 1024
 # Shared memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; AMD: LDS).
-SHARED = {
-    80: 163 * KIB,
-    86: 99 * KIB,
-    87: 163 * KIB,
-    89: 99 * KIB,
-    90: 227 * KIB,
-    100: 227 * KIB,
-    120: 99 * KIB,
-    "gfx942": 64 * KIB,
-    "gfx1100": 64 * KIB,
-}
+_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64, "gfx1100": 64}
+SHARED = {architecture: kib * 1024 for architecture, kib in _KIB.items()}
 MULTIPROCESSORS = 132
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 _LARGEST_BOX = 256  # entries of a TMA box along one dimension
@@ -175,6 +165,7 @@ class StandIn:
     def __init__(self, architecture: int | str, shared: int | None, needed: Callable[..., int]) -> None:
         self.architecture = architecture
         self.shared = SHARED[architecture] if shared is None else shared
+        self.warp = 64 if str(architecture).startswith("gfx9") else 32
         self.needed = needed
         self.folder = tempfile.TemporaryDirectory()
         self.device = next(_devices)
@@ -187,15 +178,8 @@ class StandIn:
         registers, spills, most_threads = 0, 0, 1024  # not read by Triton's launch path, but for the last
         return object(), Binary(name, code, shared), registers, spills, most_threads
 
-    def unload_module(self, module: Any) -> None:
-        pass
-
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": self.shared, "multiprocessor_count": MULTIPROCESSORS, "warpSize": self.warp}
-
-    @property
-    def warp(self) -> int:
-        return 64 if isinstance(self.architecture, str) and self.architecture.startswith("gfx9") else 32
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("hip" if isinstance(self.architecture, str) else "cuda", self.architecture, self.warp)
@@ -203,14 +187,16 @@ class StandIn:
     def get_current_device(self) -> int:
         return self.device
 
-    def set_current_device(self, device: int) -> None:
-        pass
-
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def ignore(self, _: Any) -> None:
+        """Do nothing."""
+
+    unload_module = set_current_device = ignore
 
     def pretend_to_compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
         """Return a CompiledKernel without code; replaces ``triton.compiler.compile``."""

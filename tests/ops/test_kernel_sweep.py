@@ -1,22 +1,18 @@
 """The Triton kernels over options, dtypes and head dims from 8 to 256, against the formula in float64.
 
-On a GPU, every head dim is combined with every option, at sizes larger than a tile. In the interpreter, a sample of
-small cases is run; SIGATTN_KERNEL_SWEEP sets their number.
+On a GPU every head dim is combined with every option, at sizes larger than a tile; elsewhere one small case runs.
 """
 
-import os
 import random
 
-import hypothesis
 import pytest
 import torch
 
-from tests import test_flash, test_flash_kvcache
 from tests.ops import test_correctness
 from tests.ops.cases import Case, device_of
 
 GPU = device_of("triton") == "cuda"
-HEAD_DIMS = (8, 72, 40, 256, 96, 192, 64, 128, 80, 16, 24, 32, 160)  # the first ones are run in the interpreter
+HEAD_DIMS = (8, 72, 40, 256, 96, 192, 64, 128, 80, 16, 24, 32, 160)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = [(257, 300), (130, 130), (1, 333), (300, 129), (96, 64)] if GPU else [(19, 40), (1, 21), (33, 17)]
 OPTIONS = {  # their number has no factor in common with those of head dims and dtypes: in turn, all pairs are met
@@ -27,19 +23,14 @@ OPTIONS = {  # their number has no factor in common with those of head dims and 
     "slopes": {"slopes": "sides", "causal": True},
     "lengths": {"lengths": True},
     "softcap": {"softcap": 5.0, "scale": 0.4},
-    "boolean mask": {"mask": ("bool", "full")},
-    "boolean mask of all heads": {"mask": ("bool", "heads")},
-    "boolean mask of keys": {"mask": ("bool", "keys")},
-    "float mask": {"mask": ("float", "heads")},
-    "float mask of keys": {"mask": ("float", "keys")},
+    **{f"bool mask, {of}": {"mask": ("bool", of)} for of in ("full", "heads", "keys")},
+    **{f"float mask, {of}": {"mask": ("float", of)} for of in ("heads", "keys")},
     "infinite mask": {"mask": ("-inf", "full"), "bias": -3.0},
     "all": {
         "causal": True, "window": (90, -1), "bias": "rows", "slopes": "all", "lengths": True, "softcap": 20.0,
         "mask": ("float", "full"),
     },
 }  # fmt: skip
-PAIRS = len(HEAD_DIMS) * len(OPTIONS)
-COUNT = int(os.environ.get("SIGATTN_KERNEL_SWEEP", PAIRS if GPU else 3))
 
 
 def dense_case(number):
@@ -65,45 +56,6 @@ def dense_case(number):
     )
 
 
-def name_of(number):
-    case = dense_case(number)
-    option = list(OPTIONS)[number % len(OPTIONS)]
-    return f"{number}, {option}, D = {case.shape[-2]}, {str(case.dtype).removeprefix('torch.')}"
-
-
-@pytest.mark.parametrize("number", range(COUNT), ids=name_of)
-def test_dense(number):
+@pytest.mark.parametrize("number", range(len(HEAD_DIMS) * len(OPTIONS)) if GPU else [len(OPTIONS) - 1])
+def test_kernels(number):
     test_correctness.check(dense_case(number), "triton", repeats=1)
-
-
-def drawn(strategy, number, check):
-    """Check one random case with the next head dim and dtype (the simplest case first)."""
-    d = HEAD_DIMS[number % len(HEAD_DIMS)]
-    fixed = {"d": d, "dv": random.Random(number).choice([d, 16, 80]), "dtype": DTYPES[number % len(DTYPES)]}
-    checked = []
-
-    @hypothesis.seed(number)
-    @hypothesis.settings(
-        max_examples=2, deadline=None, database=None, phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-    @hypothesis.given(case=strategy)
-    def run(case):
-        checked.append(case)
-        check(case | fixed)
-
-    run()
-    assert checked
-
-
-@pytest.mark.parametrize("number", range(-(-COUNT // 3)))
-def test_packed(number):
-    drawn(test_flash.packed_cases(not GPU), number, lambda case: test_flash.check_packed("triton", "tuned", case))
-
-
-@pytest.mark.parametrize("number", range(-(-COUNT // 3)))
-def test_cached(number, monkeypatch):
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check = test_flash_kvcache.test_every_option.hypothesis.inner_test
-    drawn(test_flash_kvcache.cases(), number, lambda case: check("triton", case))
