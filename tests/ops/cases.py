@@ -195,8 +195,13 @@ def _small_blocks(kernel, *_):
     return tuning.Config(*blocks[kernel], 4, 1, "paired", tma=True, split_dkdv=True)
 
 
-# The ways of the Triton backend: the tile sizes of an architecture (in the interpreter, of the smallest), or small ones
-KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "kernel_config"): _small_blocks}}
+# The ways of the Triton backend: the tiles of an architecture (in the interpreter, of the smallest), small ones, and
+# large ones, for which the interpreter takes less time
+KERNEL_PATHS = {
+    "tuned": {},
+    "small tiles": {(tuning, "kernel_config"): _small_blocks},
+    "large tiles": {(tuning, "kernel_config"): lambda *_: tuning.Config(128, 128, 4, 1)},
+}
 
 # Settings of the blocked backend that make small problems cross every border of its tiles
 _SMALL_TILES = {
@@ -219,7 +224,7 @@ PATHS = {
 
 def ways(backend):
     """Return the names of the code paths of a backend; None is the default backend."""
-    paths = {"blocked": PATHS, "triton": KERNEL_PATHS}
+    paths = {"blocked": PATHS, "triton": ("tuned", "small tiles")}
     return list(paths.get(backend, ["as users meet it"]))
 
 

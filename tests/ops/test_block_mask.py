@@ -64,7 +64,7 @@ CASES = [  # and whether with every other option
 PLAIN, SMALL = "as users meet it", "small tiles"
 CALLS = [(*way, *case) for way in (("reference", PLAIN), ("blocked", PLAIN)) for case in CASES]
 CALLS += [("blocked", SMALL, ("causal", 60, 60, 16), False), ("blocked", SMALL, ("documents", 60, 50, (16, 24)), True)]
-CALLS += [("triton", "tuned", *CASES[4])]
+CALLS += [("triton", "large tiles", ("each sample and head its own", 100, 140, 128), True)]
 
 
 @pytest.mark.parametrize(("backend", "way", "case", "everything"), CALLS)
@@ -101,7 +101,7 @@ def test_a_query_that_broadcasts(name, sizes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "way", "size"), [("blocked", PLAIN, 16), ("blocked", SMALL, 16), ("triton", "tuned", 128)]
+    ("backend", "way", "size"), [("blocked", PLAIN, 16), ("blocked", SMALL, 16), ("triton", "large tiles", 128)]
 )
 def test_hidden_blocks_are_not_visited(backend, way, size):
     """Keys and values of blocks that no query sees, and queries of blocks that see no key, are NaN."""

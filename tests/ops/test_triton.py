@@ -15,14 +15,14 @@ from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, bias_tensor
 from sigattn.ops.triton import activation, kernel_args, launch_cache, tuning
-from tests.ops.cases import KERNEL_PATHS, device_of
+from tests.ops.cases import device_of, nan_filled_memory, path
 from tests.ops.truth import assert_as_good_as_formula, formula
 
 DEVICE = device_of("triton")
 
 
 def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
-    q, v = torch.empty(1, 2, 4, d, dtype=dtype, device=device), torch.empty(1, 2, 4, dv, dtype=dtype, device=device)
+    q, v = (torch.empty(1, 2, 4, width, dtype=dtype, device=device) for width in (d, dv))
     return Problem(q, q, v)
 
 
@@ -56,18 +56,14 @@ def test_missing_triton_and_old_gpus(monkeypatch):
 @pytest.mark.usefixtures("unchecked")
 def test_tf32_follows_the_settings_of_pytorch(monkeypatch):
     """On NVIDIA's GPUs only: for most of AMD's, Triton compiles no product in TF32."""
-    before = torch.get_float32_matmul_precision()
+    on_gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
     try:
-        torch.set_float32_matmul_precision("high")
-        on_gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
-        assert kernel_args.precision(on_gpu) == "tf32"
-        monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert kernel_args.precision(on_gpu) == "ieee"
-        monkeypatch.setattr(torch.version, "hip", None)
-        torch.set_float32_matmul_precision("highest")
-        assert kernel_args.precision(on_gpu) == "ieee"
+        for precision, hip, expected in (("high", None, "tf32"), ("high", "7.0", "ieee"), ("highest", None, "ieee")):
+            torch.set_float32_matmul_precision(precision)
+            monkeypatch.setattr(torch.version, "hip", hip)
+            assert kernel_args.precision(on_gpu) == expected
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_every_table_has_every_size():
@@ -92,27 +88,35 @@ def test_arguments_of_kernels_are_fields_only(module):
 
 
 def test_tma_is_used_where_it_can_be(monkeypatch):
-    """Aligned tensors get TMA descriptors, others are read by address, with equal results."""
+    """Aligned tensors get TMA descriptors, with the results of the formula; others are read by address."""
     in_force, described, start = tuning.kernel_config, [], launch_cache.launch
-    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    monkeypatch.setattr(launch_cache, "launch", lambda *given: described.append(given[-1]["OPT"].TMA) or start(*given))
     wide = torch.randn(3, 1, 2, 40, 48, device=DEVICE)
     one_off = torch.randn(3 * 2 * 40 * 40 + 1, device=DEVICE)[1:].view(3, 1, 2, 40, 40)
-    cases = [
-        (wide[..., :40].unbind(), {}, True),  # strides of 48: TMA fills up to 64 columns with 0
-        (wide.transpose(2, 3).contiguous().transpose(2, 3).unbind(), {"is_causal": True}, True),
-        (one_off.unbind(), {}, False),
-        (wide[..., ::2].unbind(), {}, False),
-        (wide[:, :, :1].expand(3, 1, 2, 40, 48).unbind(), {}, False),
-        (wide.unbind(), {"key_lengths": torch.tensor([3])}, False),
-    ]
-    for tensors, options, served in cases:
-        q, k, v = (t.detach().requires_grad_() for t in tensors)
+
+    def launch(*given):
+        described.append(given[-1]["OPT"].TMA)
+        if described[-1]:
+            start(*given)
+
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
+    monkeypatch.setattr(launch_cache, "launch", launch)
+    for tensors, options, served in (
+        (wide[..., :40], {}, True),  # strides of 48: TMA fills up to 64 columns with 0
+        (wide.transpose(2, 3).contiguous().transpose(2, 3), {"is_causal": True}, True),
+        (one_off, {}, False),
+        (wide[..., ::2], {}, False),
+        (wide[:, :, :1].expand(3, 1, 2, 40, 48), {}, False),
+        (wide, {"key_lengths": torch.tensor([3])}, False),
+    ):
+        q, k, v = (t.detach().requires_grad_() for t in tensors.unbind())
         described.clear()
-        found = torch.autograd.grad(sigmoid_attention(q, k, v, backend="triton", **options).square().sum(), (q, k, v))
+        found, truth = (
+            torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend, **options).square().sum(), (q, k, v))
+            for backend in ("triton", "reference")
+        )
         assert described == [served] * 3, options
-        truth = sigmoid_attention(q, k, v, backend="reference", **options).square().sum()
-        torch.testing.assert_close(found, torch.autograd.grad(truth, (q, k, v)), rtol=1e-4, atol=1e-4)
+        if served:
+            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
 
 
 def test_deterministic_gradient_of_a_broadcast_mask():
@@ -121,11 +125,9 @@ def test_deterministic_gradient_of_a_broadcast_mask():
     mask = torch.randn(20, 1, device=DEVICE, requires_grad=True)
 
     def gradient(deterministic):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
+        with nan_filled_memory(False):  # which restores the setting
+            torch.use_deterministic_algorithms(deterministic)
             return torch.autograd.grad(sigmoid_attention(q, q, q, mask, backend="triton").sum(), mask)[0]
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     first = gradient(True)
     assert torch.equal(first, gradient(True))
@@ -165,14 +167,12 @@ def test_tensors_may_have_more_than_2_to_the_31_elements(strides):
     far = torch.empty(extent, dtype=torch.float16, device=DEVICE).as_strided((b, h, n, d), strides)
     near = torch.randn(b, h, n, d, device=DEVICE).half()
     far.copy_(near)
-
-    def results(q):
+    results = []
+    for q, backend in ((far, "triton"), (near.float(), "reference")):
         q = q.detach().requires_grad_()
-        out = sigmoid_attention(q, q, q, is_causal=True, backend="triton")
-        return out, *torch.autograd.grad(out.float().square().sum(), q)
-
-    for a, e in zip(results(far), results(near), strict=True):
-        torch.testing.assert_close(a, e)
+        out = sigmoid_attention(q, q, q, is_causal=True, backend=backend)
+        results.append([t.float() for t in (out, *torch.autograd.grad(out.float().square().sum(), q))])
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
 
 
 def test_a_cache_with_features_first_may_have_large_strides():
@@ -226,41 +226,35 @@ def test_integers_may_have_any_strides(name):
         others.append(torch.tensor(17).expand(3))
     for integers in others:
         assert not integers.is_contiguous()
-        given, expected = (attention_with(name, integers, backend) for backend in ("triton", "blocked"))
-        for a, e in zip(given, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+        results = [attention_with(name, integers, backend) for backend in ("triton", "blocked")]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (sys.maxsize, 3)])
 def test_a_window_may_be_larger_than_any_length(window):
     q = torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True)
-    sides = [-1 if side > 40 else side for side in window]
-    expected = sigmoid_attention(q, q, q, window=sides, backend="reference")
-    found = sigmoid_attention(q, q, q, window=window, backend="triton")
-    grad = torch.randn_like(q)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(*(torch.autograd.grad(t, q, grad)[0] for t in (found, expected)), rtol=1e-4, atol=1e-4)
-    new, cache = QUERY.to(DEVICE), CACHE.to(DEVICE)
-    found, expected = (
-        sigmoid_kvcache_attention(new, cache, cache, bias=-3.0, cache_seqlens=30, window=w, backend=backend)
-        for w, backend in ((window, "triton"), (sides, "blocked"))
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    new, cache, grad = QUERY.to(DEVICE), CACHE.to(DEVICE), torch.randn_like(q)
+    results = []
+    for sides, backend in ((window, "triton"), ([-1 if side > 40 else side for side in window], "blocked")):
+        options = {"window": sides, "backend": backend}
+        out = sigmoid_attention(q, q, q, **options)
+        cached = sigmoid_kvcache_attention(new, cache, cache, bias=-3.0, cache_seqlens=30, **options)
+        results.append([out, *torch.autograd.grad(out, q, grad), cached])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_tiles_are_not_visited(monkeypatch):
+def test_hidden_tiles_are_not_visited():
     """They contain NaN, which would reach a result even if multiplied by 0."""
-    for name, setting in KERNEL_PATHS["small tiles"].items():
-        monkeypatch.setattr(*name, setting)
-    q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE) for n in (32, 160, 160))
+    q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (32, 96, 96))
     for options, seen in (({"is_causal": True}, slice(0, 32)), ({"window": (-1, 10)}, slice(0, 64))):
-        nowhere = torch.ones(160, dtype=torch.bool)
+        nowhere = torch.ones(96, dtype=torch.bool)
         nowhere[seen] = False
         keys, values = k.clone(), v.clone()
         keys[:, :, nowhere], values[:, :, nowhere] = torch.nan, torch.nan
         leaves = [t.requires_grad_() for t in (q.clone(), keys, values)]
-        out = sigmoid_attention(*leaves, bias=-1.0, backend="triton", **options)
-        gradients = torch.autograd.grad(out.sum(), leaves)
+        with path("small tiles"):
+            out = sigmoid_attention(*leaves, bias=-1.0, backend="triton", **options)
+            gradients = torch.autograd.grad(out.sum(), leaves)
         assert out.isfinite().all()
         assert gradients[0].isfinite().all()
         assert not gradients[2][:, :, nowhere].any()
