@@ -105,6 +105,7 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
         (wide.transpose(2, 3).contiguous().transpose(2, 3), {"is_causal": True}, True),
         (one_off, {}, False),
         (wide[..., ::2], {}, False),
+        (torch.randn(3, 1, 2, 40, 42, device=DEVICE)[..., :40], {}, False),  # strides of 168 bytes
         (wide[:, :, :1].expand(3, 1, 2, 40, 48), {}, False),
         (wide, {"key_lengths": torch.tensor([3])}, False),
     ):

@@ -43,6 +43,7 @@ SELF = {
     "one sample for all": lambda: rows(1, 100, 4, 64).expand(3, 4, 100, 64),
     "128 features": lambda: rows(2, 100, 4, 128),
     "misaligned, 128 features": lambda: moved(2, 100, 4, 128),
+    "rows of 146 bytes": lambda: rows(2, 101, 4, 73)[..., :72],
     "a part of 128 features": lambda: rows(2, 101, 4, 128)[..., 8:88],
     "70,000 samples": lambda: rows(70_000, 2, 2, 16),
     "70,001 heads": lambda: rows(1, 2, 70_001, 16),
