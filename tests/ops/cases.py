@@ -1,7 +1,9 @@
-"""Random calls of the operator, over all of its options, for Hypothesis."""
+"""Random calls of the operator, over all of its options."""
 
 import contextlib
+import itertools
 import os
+import random
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -32,6 +34,9 @@ COMPLETE = tuple(b for b in BACKENDS if b != "llvm")
 HAS_LLVM = llvm.unavailable(Problem(*torch.empty(3, 1, 1, 1, 1))) is None
 SUPPORTING = (*COMPLETE, *(["llvm"] if HAS_LLVM else []))  # all that can run here
 ON_CPU = tuple(b for b in BACKENDS if b != "triton" and (HAS_LLVM or b != "llvm"))
+
+
+LARGE_HEADS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 192, 256)  # which no interpreter computes in good time
 
 
 def fuzz(examples):
@@ -140,51 +145,54 @@ class Case:
 
 def head_dims(*small):
     """Return head dims for random calls of kernels, up to 256 on a GPU, where no interpreter is slow."""
-    large = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 192, 256) if torch.cuda.is_available() else ()
-    return st.sampled_from((*small, *large))
+    return st.sampled_from((*small, *(LARGE_HEADS if torch.cuda.is_available() else ())))
 
 
-def _broadcastable(shape):
-    """Draw a shape that broadcasts to the given one, possibly without leading dimensions."""
-
-    def build(flags_and_cut):
-        flags, cut = flags_and_cut
-        full = tuple(s if keep else 1 for s, keep in zip(shape, flags, strict=True))
-        while cut and full[0] == 1 and len(full) > 1:
-            full, cut = full[1:], cut - 1
-        return full
-
-    return st.tuples(st.tuples(*(st.booleans() for _ in shape)), st.integers(0, 4)).map(build)
+def numbers(examples):
+    """Return the numbers of the random calls of a test; SIGATTN_FUZZ_EXAMPLES asks for more."""
+    return range(int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", examples)))
 
 
-@st.composite
-def cases(draw, interpreted=False):
-    """Draw calls; few heads for interpreted kernels, whose time is that of the heads."""
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    batch, kv, rep = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    if interpreted:
-        batch, kv, rep = draw(st.sampled_from([(0, 1, 1), (1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2)]))
-    n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
-    d, dv = draw(head_dims(*range(1, 20))), draw(head_dims(*range(1, 20)))
-    side = st.integers(-1, 40)
-    normalize = draw(st.booleans())
-    numbers = st.floats(-300, 300) if normalize else st.floats(-8, 2)  # where plain weights are not all 0 or 1
-    b_shape, m_shape = (batch, kv * rep, n, 1), (batch, kv * rep, n, m)
+def random_case(number, interpreted=False):
+    """Draw a call; few heads for interpreted kernels, whose time is that of the heads. Few calls have nothing to do."""
+    r = random.Random(number)
+    on_gpu = torch.cuda.is_available()
+
+    def some(*choices):
+        return r.choice(choices)
+
+    def broadcastable(*shape):  # possibly without leading dimensions
+        shape = [size if some(True, False) else 1 for size in shape]
+        while len(shape) > 1 and shape[0] == 1 and some(True, False):
+            shape = shape[1:]
+        return tuple(shape)
+
+    def length():
+        return (
+            some(0, 1, 130, 257, 333) if on_gpu and some(True, False) else 0 if r.random() < 0.03 else r.randint(1, 37)
+        )
+
+    heads = [(1, 1), (2, 1), (1, 3), (1, 2), (2, 2)] if interpreted else itertools.product((1, 2, 3), repeat=2)
+    (kv, rep), batch = some(*heads), 0 if r.random() < 0.03 else some(1, 1, 2) if interpreted else some(1, 2, 3)
+    n, m, normalize = length(), length(), some(True, False)
+    d, dv = (some(*LARGE_HEADS) if on_gpu and some(True, False) else r.randint(1, 19) for _ in range(2))
+    number = r.uniform(-300, 300) if normalize else r.uniform(-8, 2)  # where plain weights are not all 0 or 1
+    mask = some("bool", "float", "-inf"), broadcastable(batch, kv * rep, n, m)
     return Case(
         shape=(batch, kv, rep, n, m, d, dv),
-        dtype=draw(st.sampled_from(dtypes)),
-        causal=draw(st.booleans()),
-        scale=draw(st.one_of(st.none(), st.floats(0.05, 1.5))),
-        window=draw(st.one_of(st.none(), st.tuples(side, side))),
-        bias=draw(st.one_of(st.none(), numbers, _broadcastable(b_shape))),
-        mask=draw(st.none() | st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape))),
-        slopes=draw(st.sampled_from([None, None, None, "head", "sample", "sides", "all"])),
-        lengths=draw(st.booleans()),
-        layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded", "negated"])),
-        seed=draw(st.integers(0, 1 << 30)),
-        softcap=draw(st.just(0.0) | st.floats(0.3, 50)),
+        dtype=some(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        causal=some(True, False),
+        scale=some(None, r.uniform(0.05, 1.5)),
+        window=some(None, (r.randint(-1, 40), r.randint(-1, 40))),
+        bias=some(None, number, broadcastable(batch, kv * rep, n, 1)),
+        mask=some(None, mask),
+        slopes=some(None, None, None, "head", "sample", "sides", "all"),
+        lengths=some(True, False),
+        layout=some("contiguous", "length first", "strided", "expanded", "negated"),
+        seed=r.randrange(1 << 30),
+        softcap=some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,
-        offset=draw(st.just(0) | st.integers(-40, 40)),
+        offset=some(0, r.randint(-40, 40)),
     )
 
 
