@@ -82,7 +82,7 @@ def check_written(case: Case, backend: str | None, way: str) -> None:
         check(case, backend)
 
 
-@pytest.mark.parametrize("number", numbers(20))
+@pytest.mark.parametrize("number", numbers(32))
 @pytest.mark.parametrize(("backend", "way"), [(b, w) for b in (*COMPLETE, None) if b != "triton" for w in ways(b)])
 def test_output_and_gradients_match_the_formula(backend, way, number):
     check_written(random_case(number), backend, way)

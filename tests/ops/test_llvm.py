@@ -59,7 +59,7 @@ def compile_for(monkeypatch):
     return compile_for
 
 
-@pytest.mark.parametrize("number", numbers(12))
+@pytest.mark.parametrize("number", numbers(20))
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_output_and_gradients_match_the_formula(compile_for, processor, number):
     """Gradients of weights that are computed again, and of saved ones; every second time new memory is NaN."""
