@@ -245,7 +245,6 @@ def test_wrong_biases_are_refused(bias):
         *((None, {name: torch.ones(1)}, f"Identity.*{name}: ") for name in ("cache", "unheard_of")),
         (None, {"s_aux": torch.ones(4)}, r"s_aux: .* set config\.sigmoid_normalize = True"),
         (None, {"output_attentions": True}, "output_attentions: the keyword may change the result"),
-        (None, {"sliding_window": 3}, "sliding_window=3 needs a mask"),
         (None, {"is_causal": True}, "is_causal=True without a mask"),
     ],
 )

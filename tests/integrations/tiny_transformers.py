@@ -77,6 +77,8 @@ RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
 TIMM_RESNET = {"architecture": "resnet10t"}
 TIMM_VIT = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": 32}}
 FITTED = {  # by model type: sizes that are bound to one another, and attributes without a default
+    # blocks of which a length of 12 has enough for sparse attention
+    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"block_size": 1, "num_random_blocks": 1}),
     "bridgetower": {"hidden_size": 64}, "bridgetower_vision_model": {"hidden_size": 64},
     "bridgetower_text_model": {"hidden_size": 64},
     "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},
@@ -278,6 +280,8 @@ def build(config: PretrainedConfig, implementation: str, seed: int = 0) -> PreTr
     auto = _auto_class(config)
     torch.manual_seed(seed)
     model: PreTrainedModel = auto.from_config(config, attn_implementation=implementation).eval()
+    if implementation != "sigmoid":  # also for parts whose configuration the model has made
+        model.set_attn_implementation(implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or not parameter.numel():

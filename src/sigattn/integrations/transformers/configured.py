@@ -11,24 +11,22 @@ import functools
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from sigattn.integrations.transformers.check import KeptSoftmax, computes_softmax, dispatches
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, validate_bias
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
+from sigattn.nn.code_search import reachable_calls
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
+from sigattn.nn.softmax_calls import ATTENTION_NAMES, PRODUCT_NAMES
 
 ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: the record
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 _REFUSED = {
-    "AutoformerAttention": "it weights delays of a series, not keys",
-    "BigBirdBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
-    "BigBirdPegasusBlockSparseAttention": "its model replaces it by another layer when it runs on short inputs",
-    "ConvBertSelfAttention": "it mixes attention with a convolution, whose kernel is a softmax, too",
+    "ConvBertSelfAttention": "half of its heads are a convolution whose kernel is a softmax, not of keys",
     "GroupViTAssignAttention": "it assigns each key to one group",
-    "IBertSelfAttention": "its softmax is computed with integers",
-    "MobileViTV2LinearSelfAttention": "it is linear attention",
     "NystromformerSelfAttention": "it approximates a softmax by a product of three",
     "modeling_sew_d.DisentangledSelfAttention": "its softmax has a derivative of its own",
     "SwiftFormerEfficientAdditiveAttention": "it is additive attention without keys",
@@ -81,10 +79,12 @@ def reason_against(layer: nn.Module) -> str | None:
     kind = type(layer)
     if kind is nn.MultiheadAttention:
         return None
-    if kind.__module__.partition(".")[0] != "transformers":
-        return "only layers of transformers itself are known to compute one softmax, over keys"
+    if kind.__module__.partition(".")[0] not in ("transformers", "timm"):
+        return "only layers of transformers and timm are known to compute one softmax, over keys"
     if kind.__name__.endswith(_SAMPLED):
         return "its weights are those of sampled points, not of keys"
+    if not reachable_calls(layer) & (ATTENTION_NAMES | PRODUCT_NAMES):
+        return "its weights are not multiplied with a matrix of values"
     return _REFUSED.get(kind.__name__) or _REFUSED.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
 
 
@@ -109,6 +109,23 @@ def restore_class(layer: Any) -> None:
     if isinstance(layer, CONFIGURED):
         kind: Any = layer.softmax_class
         layer.__class__ = kind
+
+
+@functools.cache  # once per process
+def follow_replaced_layers() -> None:
+    """Let a layer that a model puts in the place of one with sigmoid attention, or of a kept one, follow it.
+
+    BigBird replaces its block-sparse layers when it runs on a short input.
+    """
+
+    def follow(parent: nn.Module, name: str, new: nn.Module) -> None:
+        old = parent._modules.get(name)
+        kept = isinstance(getattr(old, ATTRIBUTE, None), KeptSoftmax)
+        if (kept or isinstance(old, CONFIGURED)) and computes_softmax(new) and (kept or replace_class(new)):
+            for attributes, of in ((vars(new), vars(old)), (new._modules, old._modules)):
+                attributes.update({n: of[n] for n in (ATTRIBUTE, CONFIGS) if n in of})
+
+    register_module_module_registration_hook(follow)
 
 
 def layer_settings(layer: Any) -> tuple[Any, bool]:

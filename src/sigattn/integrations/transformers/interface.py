@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from sigattn.integrations.transformers.check import KeptSoftmax
-from sigattn.integrations.transformers.configured import error_of, layer_settings
+from sigattn.integrations.transformers.configured import error_of, follow_replaced_layers, layer_settings
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import NAME, NORMALIZE, wrap_saving
 from sigattn.integrations.transformers.selection import wrap_selection
@@ -24,11 +24,12 @@ from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import Problem, make_problem
 
 _SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
-_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window", *_SINKS}
-_WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
+_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", *_SINKS}
+# keywords that transformers passes to attention and that do not change its result; masks alone hide keys, as in eager
+_WITHOUT_EFFECT = {
     "cache_position", "deterministic", "grid_thw", "input_ids", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "seq_idx", "tokenizer", "use_cache",
+    "return_dict", "seq_idx", "sliding_window", "tokenizer", "use_cache",
 }  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def register() -> None:
     """Register ``attn_implementation="sigmoid"`` with transformers, as the import of the package does."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sigmoid_mask)
+    follow_replaced_layers()
     wrap_selection()
     wrap_saving()
 
@@ -106,8 +108,8 @@ def attention(
         ValueError: for any other keyword that is neither None nor False, naming module and keyword; or for a sink
             without ``config.sigmoid_normalize``, because it acts by the sum of a row only.
     """
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    _check_kwargs(module, kwargs, attention_mask, num_keys)
+    num_queries = query.shape[2]
+    _check_kwargs(module, kwargs)
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
         raise error_of(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     plain = is_plain_causal(attention_mask)
@@ -144,14 +146,11 @@ def _with_sink(call: Call, logits: Tensor) -> Call:
     return call._replace(key=key, value=value, mask=mask, causal=False)
 
 
-def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, num_keys: int) -> None:
+def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in _WITHOUT_EFFECT or name in _SUPPORTED or value is None or value is False:
             continue
         raise error_of(module, f"{name}: the keyword may change the result, and is not supported")
-    window = kwargs.get("sliding_window")
-    if mask is None and window is not None and window < num_keys:
-        raise error_of(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
 
 
 def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -69,9 +69,13 @@ def wrap_saving() -> None:
     if not hasattr(PretrainedConfig.to_dict, "sigattn"):
         PretrainedConfig.to_dict = wrap(PretrainedConfig.to_dict, _to_dict)
         store: Any = PretrainedConfig._attn_implementation
-        PretrainedConfig._attn_implementation = store.setter(
-            lambda config, value: store.fset(config, read_implementation(value))
-        )
+
+        def set_implementation(config: Any, value: Any) -> None:
+            # None comes from a configuration that is made of parts of another one, whose choice they keep
+            if value is not None or getattr(config, "_attn_implementation_internal", None) != NAME:
+                store.fset(config, read_implementation(value))
+
+        PretrainedConfig._attn_implementation = store.setter(set_implementation)
 
 
 def _implementation(config: Any) -> str | None:

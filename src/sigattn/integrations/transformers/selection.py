@@ -72,8 +72,8 @@ def _post_init(original: Any, model: Any) -> None:
     """Add learned biases to a new model's layers. Raise for "sigmoid" if one of them computes softmax attention."""
     original(model)
     learned_bias.attach(model)
-    if model.config._attn_implementation == NAME:
-        _verify_and_attach(model)
+    if model.config._attn_implementation == NAME:  # chosen for parts, too, whose configuration the model has made
+        model.set_attn_implementation({"": NAME})
 
 
 def _set_attn_implementation(
