@@ -256,6 +256,12 @@ def test_what_may_change_results_is_refused(mask, options, message):
     assert sigmoid.attention(torch.nn.Identity(), q, q, q, None, **nothing)[0].shape == (1, 5, 4, 8)
 
 
+def test_only_masks_hide_keys():
+    q = torch.randn(1, 4, 5, 8)
+    outputs = [sigmoid.attention(torch.nn.Identity(), q, q, q, None, sliding_window=w)[0] for w in (None, 3)]
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("numbers", [False, True])
 def test_a_position_bias_and_a_mask(numbers):
     """A mask of booleans, as T5 has it, or of numbers, as switch_transformers."""

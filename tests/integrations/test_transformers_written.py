@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn import convert
@@ -81,6 +81,71 @@ def test_converted_with_a_kept_layer(tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("kind", ["bloom", "llama"])
+def test_a_kept_layer_without_batches_is_saved(kind, tmp_path):
+    more = {} if kind == "bloom" else {"intermediate_size": 48}
+    model, softmax = (language_model(kind, **more) for _ in range(2))
+    pattern, layers = ("*h.1.*", "transformer.h") if kind == "bloom" else ("*layers.1.*", "model.layers")
+    report = convert(model, keep=[pattern], bias=-2.0, normalize=False)
+    assert [s.outcome for s in report.softmax] == ["materialised" if kind == "bloom" else "converted", "kept"]
+    with pytest.raises(ValueError, match=rf"compute a softmax: {layers}\.1\.[a-z_]+$"):
+        sigmoid.check(model, input_ids=IDS)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(logits(again).float(), logits(model))
+    loaded.config.sigmoid_bias[""] = -1.0
+    assert not torch.allclose(logits(loaded), logits(model))
+    loaded.set_attn_implementation("eager")
+    softmax.set_attn_implementation("eager")
+    assert torch.equal(logits(loaded), logits(softmax))
+
+
+class TestReplacedLayers:
+    """BigBird replaces its block-sparse layers when it runs on a short input."""
+
+    LONG, SHORT = torch.randint(0, 50, (2, 2, 16), generator=torch.Generator().manual_seed(1)).unbind()
+
+    def model(self, implementation="eager"):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("big_bird", vocab_size=50, block_size=2, num_random_blocks=1, **sizes)
+        return AutoModel.from_config(config, attn_implementation=implementation).eval()
+
+    def test_they_stay_sigmoid(self):
+        model, long, short = self.model("sigmoid"), self.LONG, self.SHORT[:, :9]
+        model.config.sigmoid_bias = -1.0
+        for ids, kind in (long, "Block"), (short, "SigmoidBigBirdSelf"), (long, "SigmoidBigBirdSelf"):
+            assert sigmoid.check(model, input_ids=ids) > 0
+            assert all(kind in type(m).__name__ for m in model.modules() if "SelfAttention" in type(m).__name__)
+            with torch.no_grad():
+                before = model(ids).last_hidden_state
+                model.config.sigmoid_bias -= 1.0
+                assert not torch.allclose(model(ids).last_hidden_state, before)
+        model.set_attn_implementation("eager")
+        assert not replaced(model)
+        eager = self.model()
+        assert torch.equal(model(short).last_hidden_state, eager(short).last_hidden_state)
+
+    @pytest.mark.parametrize("keep", [(), ("*layer.1.*",)], ids=["all", "one"])
+    def test_they_keep_their_bias_or_softmax(self, keep, tmp_path):
+        model, batches = self.model(), [self.LONG, self.LONG.flip(0), self.SHORT[:, :9], self.SHORT]
+        convert(model, batches, keep=keep)
+        biases = [n for n, _ in model.named_parameters() if n.endswith("sigmoid_bias.constant")]
+        assert len(biases) == 2 - len(keep)
+        assert sorted(replaced(model)) == [n.removesuffix(".sigmoid_bias.constant") for n in biases]
+        model.save_pretrained(tmp_path)
+        loaded = AutoModel.from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            softmax = self.model()(self.SHORT[:, :9]).last_hidden_state
+            found = model(self.SHORT[:, :9]).last_hidden_state
+            assert torch.equal(loaded(self.SHORT[:, :9]).last_hidden_state, found)
+        torch.testing.assert_close(found, softmax, rtol=0.02, atol=0.02)
+        assert not torch.equal(found, softmax)
+
+
 class TestRefused:
     def test_what_the_message_says_to_call_works(self, tmp_path):
         """Deformable attention keeps its softmax, also in a saved model."""
@@ -119,6 +184,22 @@ class TestRefused:
             model.set_attn_implementation("sigmoid")
         assert not replaced(model)
         assert model.config._attn_implementation != "sigmoid"
+
+    @pytest.mark.torchvision  # which timm imports
+    def test_layers_of_timm(self):
+        """Those which multiply their weights with values are known, linear attention is not."""
+        pytest.importorskip("torchvision")
+        from timm.layers import Attention
+        from timm.models.mobilevit import LinearSelfAttention
+
+        model = language_model()
+        model.transformer.h[0].extra = Attention(32)
+        model.set_attn_implementation("sigmoid")
+        assert "transformer.h.0.extra" in replaced(model)
+        model = language_model()
+        model.transformer.h[0].extra = LinearSelfAttention(32)
+        with pytest.raises(ValueError, match="LinearSelfAttention: its weights are not multiplied with a matrix"):
+            model.set_attn_implementation("sigmoid")
 
 
 class TestSinks:

@@ -78,7 +78,7 @@ TIMM_RESNET = {"architecture": "resnet10t"}
 TIMM_VIT = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": 32}}
 FITTED = {  # by model type: sizes that are bound to one another, and attributes without a default
     # blocks of which a length of 12 has enough for sparse attention
-    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"block_size": 1, "num_random_blocks": 1}),
+    "big_bird": {"block_size": 1, "num_random_blocks": 1}, "bigbird_pegasus": {"block_size": 1, "num_random_blocks": 1},
     "bridgetower": {"hidden_size": 64}, "bridgetower_vision_model": {"hidden_size": 64},
     "bridgetower_text_model": {"hidden_size": 64},
     "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},

@@ -130,8 +130,7 @@ def _replace(model: nn.Module, bias: Any, normalize: bool, example: Any, keep: S
     is_learned = rule is not None and next(rule.parameters(), None) is not None
     if is_learned:
         refuse_distributed(model)
-    adapter = _transformers_adapter(model, None, ()) if not keep else None
-    adapter = adapter or ModuleAdapter(model, example, keep, fitted=False)
+    adapter = _transformers_adapter(model, None, keep) or ModuleAdapter(model, example, keep, fitted=False)
     names = adapter.layers()
     if is_learned:
         refuse_offloaded(model, names)
@@ -194,9 +193,8 @@ def _transformers_adapter(model: nn.Module, run: Callable[[], object] | None, ke
         return None
     from sigattn.conversion import transformers
 
-    if not transformers.find_roots(model) or (run is None and not transformers.interface_reaches_all(model)):
-        return None
-    return transformers.TransformersAdapter(model, run, keep)
+    adapter = transformers.TransformersAdapter(model, run, keep)
+    return adapter if adapter.roots and (run is not None or adapter.reaches_all()) else None
 
 
 def _checked_batches(batches: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from sigattn.conversion.modules import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
 from sigattn.integrations.transformers.check import KeptSoftmax, dispatches
-from sigattn.integrations.transformers.configured import ATTRIBUTE, is_attention
+from sigattn.integrations.transformers.configured import ATTRIBUTE, REST, is_attention
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, NORMALIZE, restored
 from sigattn.integrations.transformers.selection import configurations, detach
 from sigattn.nn.bias import AttentionBias, ConstantBias, VisibleKeysBias
@@ -29,11 +29,11 @@ class TransformersAdapter(Adapter):
     def __init__(self, model: nn.Module, example: Example | None = None, keep: Sequence[str] = ()) -> None:
         super().__init__(model, example, keep)
         self.roots: list[PreTrainedModel] = find_roots(model)
-        self.names: dict[nn.Module, str] = {}
+        self.names: list[str] = []  # not the layers, because a model may replace them when it runs
 
     def layers(self) -> Sequence[str]:
         inside = {m for root in self.roots for m in root.modules()}
-        self.names = {m: name for name, m in self.model.named_modules() if m in inside and is_attention(m)}
+        self.names = [name for name, m in self.model.named_modules() if m in inside and is_attention(m)]
         for root in self.roots:
             _refuse_converted(root)
             with _as_conversion_error(), self._kept(), _selected(root):
@@ -47,28 +47,41 @@ class TransformersAdapter(Adapter):
                 )
         if not self.names:
             raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
-        self.check_keep(list(self.names.values()))
-        names = [n for n in self.names.values() if not self.keeps(n)]
+        self.check_keep(self.names)
+        names = [n for n in self.names if not self.keeps(n)]
         self._set_outcomes(names)
         if not names:
             raise ConversionError(f"convert: keep={list(self.keep)} leaves no attention to convert")
         return names
 
+    def reaches_all(self) -> bool:
+        """Return True if the choice of "sigmoid" converts all attention; raise ConversionError if it is chosen."""
+        for root in self.roots:
+            _refuse_converted(root)
+        try:
+            return bool(self.layers())
+        except ConversionError:
+            return False
+
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
         """Within the context, layers that keep their softmax are marked, and the choice of "sigmoid" spares them."""
-        marked: list[Any] = [m for m, name in self.names.items() if self.keeps(name)]
-        for layer in marked:
-            layer.sigmoid_bias = KeptSoftmax()
+        marked = list(filter(self.keeps, self.names))
+        for name in marked:
+            self._layer(name).sigmoid_bias = KeptSoftmax()
         try:
             yield
         finally:
-            for layer in marked:
-                del layer.sigmoid_bias
+            for name in marked:
+                del self._layer(name).sigmoid_bias
+
+    def _layer(self, name: str) -> Any:
+        return self.model.get_submodule(name)
 
     def _set_outcomes(self, converted: Collection[str]) -> None:
         layers = []
-        for layer, name in self.names.items():
+        for name in self.names:
+            layer = self._layer(name)
             multihead = MHA_NAME if type(layer) is nn.MultiheadAttention else SOFTMAX_NAME
             call = "attention interface" if dispatches(layer) else multihead
             outcome: Any = "materialised" if call == SOFTMAX_NAME else "converted"
@@ -78,18 +91,18 @@ class TransformersAdapter(Adapter):
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
         def answer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            if layer not in self.names:
+            if not hasattr(layer, ATTRIBUTE):
                 raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
             return interface.attention(layer, *args, **kwargs)
 
-        observed = [layer for layer, name in self.names.items() if not self.keeps(name)]
+        observed = [name for name in self.names if not self.keeps(name)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._kept())
             for root in self.roots:
                 stack.enter_context(_selected(root))
-            for layer in observed:
-                vars(layer)[ATTRIBUTE] = CallObserver(self.names[layer], attend)
-            stack.callback(lambda: [vars(layer).pop(ATTRIBUTE) for layer in observed])
+            for name in observed:
+                vars(self._layer(name))[ATTRIBUTE] = CallObserver(name, attend)
+            stack.callback(lambda: [vars(self._layer(name)).pop(ATTRIBUTE) for name in observed])
             AttentionInterface.register(NAME, answer)
             stack.callback(AttentionInterface.register, NAME, interface.attention)
             yield
@@ -97,16 +110,15 @@ class TransformersAdapter(Adapter):
     def swap(self, biases: Mapping[str, AttentionBias | None], normalize: bool) -> None:
         """Give layers sigmoid attention with their biases; see ``Adapter``.
 
-        A number and None (-log of the visible keys) become the configuration's ``sigmoid_bias``; others must be
+        A number and None (-log of the visible keys) are those of the configuration's ``sigmoid_bias``; others must be
         ``VisibleKeysLinearBias``. A layer that keeps softmax gets ``KeptSoftmax`` in the bias's place.
         """
         self._set_outcomes(biases)
         settings = {name: _setting(bias, normalize) for name, bias in biases.items()}
         learned: dict[Any, Any] = {
-            module: biases.get(name) or KeptSoftmax()
-            for module, name in self.names.items()
-            if settings.get(name) is None
+            self._layer(name): biases.get(name) or KeptSoftmax() for name in self.names if settings.get(name) is None
         }
+        (setting,) = set(settings.values())  # None for learned biases
         with restored([config for root in self.roots for config in configurations(root)]), _as_conversion_error():
             try:
                 for layer, bias in learned.items():
@@ -115,11 +127,11 @@ class TransformersAdapter(Adapter):
                         module._is_hf_initialized = True  # init_weights leaves it as it is
                 for root in self.roots:
                     _refuse_tied(root)
+                    if setting is not None:
+                        root.config.sigmoid_bias = setting
                     for config, record in learned_bias.records(root):
-                        config.sigmoid_bias = record
+                        config.sigmoid_bias = record if setting is None else {**record, REST: setting}
                         setattr(config, NORMALIZE, normalize)
-                    if not learned:
-                        (root.config.sigmoid_bias,) = set(settings.values())
                     setattr(root.config, NORMALIZE, normalize)
                     root.set_attn_implementation(NAME)
             except BaseException:
@@ -133,20 +145,6 @@ def find_roots(model: nn.Module) -> list[PreTrainedModel]:
     if isinstance(model, PreTrainedModel):
         return [model]
     return [root for child in model.children() for root in find_roots(child)]
-
-
-def interface_reaches_all(model: nn.Module) -> bool:
-    """Return True if all attention of a model goes through transformers' attention interface."""
-    roots = find_roots(model)
-    for root in roots:
-        _refuse_converted(root)
-        try:
-            with _selected(root):
-                pass
-        except ValueError:
-            return False
-    inside = {m for root in roots for m in root.modules()}
-    return all(f.module in inside for f in find_softmax(model) if f.attention) and any(map(is_attention, inside))
 
 
 def _setting(bias: AttentionBias | None, normalize: bool) -> float | str | None:

@@ -23,6 +23,7 @@ from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
 from sigattn.nn.softmax_calls import ATTENTION_NAMES, PRODUCT_NAMES
 
 ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: the record
+REST = ""  # key of a record: the bias of layers that it does not list
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 _REFUSED = {
     "ConvBertSelfAttention": "half of its heads are a convolution whose kernel is a softmax, not of keys",
@@ -119,7 +120,7 @@ def follow_replaced_layers() -> None:
     """
 
     def follow(parent: nn.Module, name: str, new: nn.Module) -> None:
-        old = parent._modules.get(name)
+        old: Any = parent._modules.get(name)
         kept = isinstance(getattr(old, ATTRIBUTE, None), KeptSoftmax)
         if (kept or isinstance(old, CONFIGURED)) and computes_softmax(new) and (kept or replace_class(new)):
             for attributes, of in ((vars(new), vars(old)), (new._modules, old._modules)):
@@ -137,6 +138,8 @@ def layer_settings(layer: Any) -> tuple[Any, bool]:
     if not isinstance(normalize, bool):
         raise error_of(layer, f"config.{NORMALIZE} must be True or False, got {normalize!r}")
     bias = _configured(layer, ATTRIBUTE, LOG_VISIBLE)
+    if learned is None and isinstance(bias, dict):
+        bias = bias.get(REST, bias)
     if not isinstance(bias, dict):
         validate_bias(bias)
     if isinstance(bias, dict) != (learned is not None):

@@ -7,8 +7,8 @@ these modules before its weights are read:
     {"layers.0.self_attn": {"kind": "VisibleKeysLinearBias", "num_heads": 32}, ...}
 
 A layer that keeps softmax has a ``KeptSoftmax`` in the place of the bias. The names are relative to the base model, so
-that every Auto class finds them. The layers of a part of a composite model are listed in the part's own configuration,
-so that the part can be loaded alone.
+that every Auto class finds them; "" has the bias of the layers that are not listed. The layers of a part of a composite
+model are listed in the part's own configuration, so that the part can be loaded alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.check import KeptSoftmax, sub_configs
-from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGS, is_attention, restore_class
+from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGS, REST, is_attention, restore_class
 from sigattn.integrations.transformers.saving import NORMALIZE, restored
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
-Record = dict[str, dict[str, Any]]
+Record = dict[str, Any]
 
 
 def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
@@ -36,7 +36,9 @@ def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
     """
     by_config: dict[int, tuple[PretrainedConfig, Record]] = {}
     for owner, name, bias in _layers_with_bias(model, model, "", {id(model.config)} | sub_configs(model.config), set()):
-        config, record = by_config.setdefault(id(owner.config), (owner.config, {}))
+        before = getattr(owner.config, ATTRIBUTE, None)
+        rest = {REST: before[REST]} if isinstance(before, dict) and REST in before else {}
+        config, record = by_config.setdefault(id(owner.config), (owner.config, rest))
         name, entry = _base_name(owner, name), describe(bias)
         if record.setdefault(name, entry) != entry:
             raise ValueError(
@@ -112,7 +114,7 @@ def is_kept(model: PreTrainedModel, name: str) -> bool:
     """
     record = getattr(model.config, ATTRIBUTE, None)
     entries = record.items() if isinstance(record, dict) else ()
-    return any(f".{key}".endswith(f".{name}") and entry.get("kind") == KeptSoftmax.__name__ for key, entry in entries)
+    return any(f".{key}".endswith(f".{name}") and entry == describe(KeptSoftmax()) for key, entry in entries)
 
 
 @contextlib.contextmanager
@@ -125,7 +127,8 @@ def recorded(model: PreTrainedModel) -> Iterator[None]:
     for name in (ATTRIBUTE, NORMALIZE):
         values = (getattr(config, name, None) for config in (model.config, *getattr(model, CONFIGS, ())))
         value = next((v for v in values if v is not None), None)
-        if value is not None and not isinstance(value, dict):  # a record is of the layers of the whole
+        value = value.get(REST) if isinstance(value, dict) else value  # a record is of the layers of the whole
+        if value is not None:
             settings.insert(0, (model.config, name, value))
     with restored([config for config, _, _ in settings], always=True):
         for config, name, value in settings:
