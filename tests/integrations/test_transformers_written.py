@@ -185,7 +185,6 @@ class TestRefused:
         assert not replaced(model)
         assert model.config._attn_implementation != "sigmoid"
 
-    @pytest.mark.torchvision  # which timm imports
     def test_layers_of_timm(self):
         """Those which multiply their weights with values are known, linear attention is not."""
         pytest.importorskip("torchvision")
