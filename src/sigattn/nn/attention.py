@@ -278,7 +278,7 @@ class Attention(nn.Module):
             self.causal, self.window, key_lengths,
             alibi_slopes=self.position() if isinstance(self.position, Alibi) else None, bias=0.0,
             dropout=self.dropout if self.training and cache is None else 0.0, query_offset=query_offset,
-            documents=documents, left_padding=left_padding, normalize=self.normalize,
+            documents=documents, cache=cache, normalize=self.normalize,
         )  # fmt: skip
         num_keys = key.shape[2]
         spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))

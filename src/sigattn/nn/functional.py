@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
+from sigattn.nn.kv_cache import KVCache
 from sigattn.ops import problem as problems
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
@@ -41,7 +42,7 @@ class MaskSpec(NamedTuple):
         query_offset: position of the first query among the keys, when earlier keys come from a cache.
         documents: documents that attention stays within; or None. They need causal, no cache and no padding.
         normalize: True to divide the weights of each row by their sum; for "sigmoid" only.
-        left_padding: (B,), position of each sample's first key, when a cache holds prompts padded on the left; or None.
+        cache: where the keys and values come from, or None.
     """
 
     causal: bool
@@ -52,8 +53,13 @@ class MaskSpec(NamedTuple):
     dropout: float
     query_offset: int = 0
     documents: Documents | None = None
-    left_padding: Tensor | None = None
+    cache: KVCache | None = None
     normalize: bool = False
+
+    @property
+    def left_padding(self) -> Tensor | None:
+        """(B,), position of each sample's first key, when a cache holds prompts padded on the left; or None."""
+        return None if self.cache is None else self.cache.left_padding
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -165,10 +171,16 @@ def _sigmoid(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tenso
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
+    length = key.shape[2]
+    if spec.cache is not None and spec.cache.key is not None and spec.cache.value is not None:
+        # the whole memory: with shapes that do not change from token to token GPU kernels start faster
+        key, value = spec.cache.key, spec.cache.value
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     # a prompt may be processed in pieces, of which the first may hold only padding
-    padding = None if spec.left_padding is None else spec.left_padding.clamp(max=key.shape[2])
-    out = sigmoid_kvcache_attention(q, k, v, left_padding=padding, enable_gqa=True, **spec.operator_options())
+    padding = None if spec.left_padding is None else spec.left_padding.clamp(max=length)
+    out = sigmoid_kvcache_attention(
+        q, k, v, cache_seqlens=length, left_padding=padding, enable_gqa=True, **spec.operator_options()
+    )
     return out.transpose(1, 2)
 
 
