@@ -1,10 +1,13 @@
 """The operators for packed sequences and caches."""
 
+import math
+
 import pytest
 import torch
 
 from sigattn import sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.ops.cases import HAS_LLVM, ON_CPU
 from tests.ops.truth import one_sequence
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
@@ -114,6 +117,39 @@ def test_integers_of_any_size(dtype, length):
     rows, starts = torch.randn(10, 2, 4), torch.tensor([0, 3, 10])
     packed = [sigmoid_varlen_attention(rows, rows, rows, t, t, 7, 7) for t in (starts, starts.to(dtype))]
     torch.testing.assert_close(*packed)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_new_token_sees_the_keys_of_its_sample(backend, normalize):
+    """Of any number of keys, none too, with grouped heads and b of each head; behind them is what is not a number."""
+    q, k, v = torch.randn(3, 1, 6, 8), torch.randn(3, 2, 50, 8).transpose(1, 2), torch.randn(3, 50, 2, 5)
+    bias, options = torch.linspace(-4, 1, 6), {"is_causal": True, "enable_gqa": True, "normalize": normalize}
+    for lengths in ([0, 7, 41], [23, 23, 23], [0, 0, 0]):
+        for b, n in enumerate(lengths):
+            k[b, n:], v[b, n:] = math.nan, math.inf
+            k[b, :n], v[b, :n] = torch.randn(n, 2, 8), torch.randn(n, 2, 5)
+        out = sigmoid_kvcache_attention(
+            q, k, v, bias=bias.view(6, 1, 1), cache_seqlens=torch.tensor(lengths), backend=backend, **options
+        )
+        for b, n in enumerate(lengths):
+            expected = formula(q[b].double(), k[b, :n].double(), v[b, :n].double(), bias, normalize=normalize)
+            torch.testing.assert_close(out[b], expected.float())
+
+
+@pytest.mark.skipif(not HAS_LLVM, reason="needs llvmlite")
+def test_what_llvm_does_not_decode_is_said():
+    refused = {
+        "several new queries": cached(NEW.expand(2, 2, 4, 8), backend="llvm"),
+        "pages": cached(block_table=torch.tensor([[0], [1]]), backend="llvm"),
+        "left padding": cached(left_padding=torch.tensor([1, 0]), backend="llvm"),
+        "a mask": cached(attn_mask=torch.ones(16, dtype=torch.bool), backend="llvm"),
+        "a window": cached(window=(3, 0), backend="llvm"),
+        "ALiBi and softcap": cached(alibi_slopes=torch.ones(4), softcap=2.0, backend="llvm"),
+    }
+    for what, call in refused.items():
+        with pytest.raises(ValueError, match=f"backend 'llvm' does not support this call: .*{what}"):
+            call()
 
 
 @pytest.mark.parametrize("new", [False, True])

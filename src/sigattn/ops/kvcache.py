@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from sigattn.ops import autograd, blocked, reference, triton, validation
+from sigattn.ops import autograd, blocked, llvm, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, has_values, library, record
 from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
 
@@ -63,6 +63,7 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
     KVCacheProblem,
     {
         "triton": Backend(triton.kvcache_forward, triton.unavailable, device_type="cuda"),
+        "llvm": Backend(llvm.kvcache_forward, llvm.unavailable, can_be_default=llvm.kvcache_can_be_default),
         "blocked": Backend(blocked.kvcache_forward, blocked.unavailable),
         "reference": Backend(reference.kvcache_attention, blocked.unavailable),
     },
@@ -172,8 +173,9 @@ def sigmoid_kvcache_attention(
         window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
         scale, enable_gqa, alibi_slopes, softcap, normalize: as in ``sigmoid_attention``.
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
-        backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
-            that supports the call.
+        backend: "reference", "blocked", "triton" or "llvm" (one new query of each sample, without pages, padding,
+            mask, window, ALiBi and cap), as in ``sigmoid_attention``; None for the fastest of the last three that
+            supports the call.
 
     Returns:
         (B, N, Hq, Dv), in the query's dtype. (Under autocast, query and cache are cast to autocast's dtype, which

@@ -8,10 +8,14 @@ import sys
 
 import torch
 
+from sigattn.ops.llvm.cache import kvcache_forward, kvcache_unavailable
 from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, forward, parallel, saved_weights
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import KVCacheProblem, Problem
 
-__all__ = ["backward", "can_be_default", "forward", "machine_unavailable", "saved_weights", "unavailable"]
+__all__ = [
+    "backward", "can_be_default", "forward", "kvcache_can_be_default", "kvcache_forward", "machine_unavailable",
+    "saved_weights", "unavailable",
+]  # fmt: skip
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
 _PROCESSOR = torch.cpu.get_capabilities()
@@ -32,7 +36,7 @@ _FAST = {
 }
 
 
-def can_be_default(problem: Problem) -> bool:
+def can_be_default(problem: Problem | KVCacheProblem) -> bool:
     """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
     if not _FAST.get(problem.query.dtype):
         return False
@@ -42,7 +46,12 @@ def can_be_default(problem: Problem) -> bool:
     return not (torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing())
 
 
-def unavailable(problem: Problem) -> str | None:
+def kvcache_can_be_default(problem: KVCacheProblem) -> bool:
+    """Return True if decoding was measured as faster, which it was in float32."""
+    return problem.query.dtype is torch.float32 and can_be_default(problem)
+
+
+def unavailable(problem: Problem | KVCacheProblem) -> str | None:
     """Return why the kernels do not support a problem, or None."""
     p = problem
     if p.query.device.type != "cpu":
@@ -51,6 +60,8 @@ def unavailable(problem: Problem) -> str | None:
         return reason
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
+    if isinstance(p, KVCacheProblem):
+        return kvcache_unavailable(p)
     if p.attn_mask is not None and p.attn_mask.requires_grad:
         return NO_GRADIENT_OF_MASK
     if p.mask_table is None and not p.softcap:
