@@ -116,11 +116,6 @@ class Plain(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-class Default(Mixer):
-    def mix(self, q, k, v, function=F.scaled_dot_product_attention):
-        return function(q, k, v)
-
-
 class Helper:
     """No layer, and no module."""
 
@@ -151,7 +146,7 @@ helper = Helper()
 KINDS = {"eager": eager, "fused": None}
 SERVED = {
     "function": Fused,
-    "default": Default,
+    "default": mixer(lambda self, q, k, v, function=F.scaled_dot_product_attention: function(q, k, v)),
     "inherited": mixer(base=Fused),
     "renamed": mixer(lambda self, q, k, v: attend(q, k, v)),
     "further away": mixer(lambda self, q, k, v: fused(q, k, v)),
@@ -184,18 +179,6 @@ class SuperSoftmax(TorchSoftmax):
         return super().forward(x) + x
 
 
-class TalkingHeads(Mixer):
-    """The weights pass a learned matrix over heads before they meet the values."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.Linear(1, 1)
-
-    def mix(self, q, k, v):
-        weights = scores(q, k).softmax(-1).permute(0, 2, 3, 1)
-        return self.heads(weights).permute(0, 3, 1, 2) @ v
-
-
 class Sparse(Mixer):
     """Its values are sparse, in a layer with a sparse buffer: neither has a storage."""
 
@@ -212,7 +195,9 @@ WRITTEN = {
     "torch": TorchSoftmax,
     "with super": SuperSoftmax,
     "inherited": mixer(base=TorchSoftmax),
-    "mixed heads": TalkingHeads,
+    # the weights pass a learned matrix over heads before they meet the values
+    "mixed heads": mixer(lambda self, q, k, v: self.heads(scores(q, k).softmax(-1).movedim(1, -1)).movedim(-1, 1) @ v,
+                         heads=lambda: nn.Linear(1, 1)),
     "sparse": Sparse,
     "method": mixer(lambda self, q, k, v: torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)),
     "renamed": mixer(lambda self, q, k, v: torch.bmm(normalise(scores(q, k), -1)[:, 0], v[:, 0])[:, None]),
@@ -236,22 +221,16 @@ WRITTEN = {
 }  # fmt: skip
 
 
-class Router(Mixer):
-    """Its logits are a layer's, and its weights are those of four functions of the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(8, 4)
-
-    def mix(self, q, k, v):
-        return (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2)
-
-
 class Scripted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x @ x.mT, -1) @ x
 
 
+# its logits are a layer's, and its weights are those of four functions of the input
+Router = mixer(
+    lambda self, q, k, v: (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2),
+    gate=lambda: nn.Linear(8, 4),
+)
 LowLevel = mixer(lambda self, q, k, v: torch._softmax(scores(q, k), -1, False).matmul(v))
 REFUSED = {
     "router": Router,

@@ -283,48 +283,6 @@ def test_causal_by_default_in_self_attention_only():
     assert Attention(8, 2, **options, causal=True)(x, source).shape == x.shape
 
 
-@pytest.mark.parametrize(
-    ("x", "source", "message"),
-    [
-        (torch.zeros(2, 3, 9), torch.zeros(2, 3, 5), r"x must be \(batch, length, 8\), got \(2, 3, 9\)"),
-        (torch.zeros(3, 8), None, r"x must be .*, got \(3, 8\)"),
-        (torch.zeros(2, 3, 8), None, r"kv_input must be \(batch, length, 5\), got \(2, 3, 8\)"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_inputs_of_another_shape_are_refused(x, source, message):
-    layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, kv_embed_dim=5)
-    with pytest.raises(ValueError, match=message):
-        layer(x, source)
-
-
-SOFTMAX = {"activation": "softmax", "attention_bias": None}
-PERFORMER = {"activation": "performer", "attention_bias": None}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activation": "sigmoid", "attention_bias": None}, "needs a bias"),
-        ({"activation": "softmax", "attention_bias": -1.0}, "is normalised and takes only"),
-        ({**PERFORMER, "length_power": 1.0}, "is normalised and takes only"),
-        ({**PERFORMER, "window": (3, 0), "causal": False}, "has no explicit weights"),
-        ({**PERFORMER, "position": Alibi(4), "causal": False}, "has no explicit weights"),
-        ({**SOFTMAX, "position": RotaryEmbedding(8)}, r"RotaryEmbedding\(2\), got RotaryEmbedding\(8"),
-        ({**SOFTMAX, "position": Alibi(2)}, r"Alibi\(4\), got Alibi\(num_heads=2"),
-        ({**SOFTMAX, "embed_dim": 10}, "embed_dim=10, num_heads=4"),
-        ({**SOFTMAX, "num_kv_heads": 3}, "heads=4, num_kv_heads=3"),
-        (
-            {"activation": "sigmoid", "attention_bias": AlibiKeysBias()},
-            r"AlibiKeysBias counts keys .*position=Alibi\(4\)",
-        ),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Attention(**{"embed_dim": 8, "num_heads": 4, **options})
-
-
 def test_a_bias_in_q_with_rope_is_warned_of():
     with pytest.warns(UserWarning, match="unstable with RoPE"):
         Attention(8, 2, activation="sigmoid", attention_bias=QueryBias(), position=RotaryEmbedding(4))

@@ -7,14 +7,10 @@ import torch
 
 from sigattn.nn import (
     Alibi,
-    AlibiKeysBias,
-    AlibiQuadraticBias,
     Attention,
-    AttentionBias,
     BatchLengthBias,
     ConstantBias,
     ContextLengthBias,
-    LearnableBias,
     QuadraticBias,
     QueryBias,
     SampleLengthBias,
@@ -22,7 +18,6 @@ from sigattn.nn import (
     VisibleKeysLinearBias,
     make_bias,
 )
-from sigattn.nn.visible_keys import evaluate_bias
 
 CPU = {"device": torch.device("cpu")}
 H, E = 4, 16
@@ -71,31 +66,3 @@ def test_rules_of_configurations():
     assert make_bias(-10.0, learn="head", num_heads=2).value.shape == (2, 1, 1)
     query = make_bias(-5.0, learn="query", num_heads=2)
     assert (type(query), query.initial) == (QueryBias, -5)
-
-
-WRONG = {
-    "longest sequence": lambda: make_bias("log_context", learn="no", num_heads=2),
-    "needs attention_bias to be a number": lambda: make_bias("log_batch", learn="layer", num_heads=2),
-    "log_visible": lambda: make_bias("log_visible", learn="layer", num_heads=H),
-    'learn="quadratic" needs attention_bias="log_visible"': lambda: make_bias(-1.0, learn="quadratic", num_heads=H),
-    "got 'log_alibi' with learn='layer'": lambda: make_bias("log_alibi", learn="layer", num_heads=H),
-    "AlibiQuadraticBias counts keys by ALiBi's weights and needs position=Alibi": lambda: Attention(
-        E, H, activation="sigmoid", attention_bias=AlibiQuadraticBias(H, 4, 4)
-    ),
-    "pass key_lengths": lambda: SampleLengthBias()(5, 7, **CPU),
-    "pass visible": lambda: AlibiKeysBias()(3, 3, **CPU),
-    "depends on .*pass visible": lambda: VisibleKeysLinearBias(H)(3, 3, **CPU),
-    "is abstract": lambda: AttentionBias()(5, 7, **CPU),
-    "AlibiKeysBias is for sigattn.nn.Attention only": lambda: evaluate_bias(
-        AlibiKeysBias(), *torch.randn(2, 2, H, 9, 4), normalize=False
-    ),
-    "learned bias for each head": lambda: Attention(
-        E, H, activation="sigmoid", attention_bias=LearnableBias(-1.0, H)
-    ).shard_heads(0, 2),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_use_is_explained(message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        WRONG[message]()

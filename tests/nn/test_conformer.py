@@ -9,7 +9,7 @@ from sigattn.nn.attention import Attention
 from sigattn.nn.batch_norm import MaskedBatchNorm
 from sigattn.nn.bias import LearnableBias, SampleLengthBias
 from sigattn.nn.block import Block
-from sigattn.nn.conformer import ConformerBlock, ConvolutionModule
+from sigattn.nn.conformer import ConformerBlock
 from sigattn.nn.feedforward import MLP, SwiGLU
 from sigattn.nn.initialization import initialize, mup_simple
 from sigattn.nn.residual_branch import LayerScale
@@ -72,11 +72,6 @@ def test_padding_changes_nothing(training):
     padded = torch.cat([short, 1e3 * torch.randn(2, 5, 8)], 1)
     for b, n in enumerate(lengths):
         torch.testing.assert_close(block(padded, lengths)[b, :n], block(short, lengths)[b, :n], rtol=1e-4, atol=1e-5)
-
-
-def test_even_kernels_are_refused():
-    with pytest.raises(ValueError, match="odd, got 4"):
-        ConvolutionModule(8, 4)
 
 
 def test_hybrid_attention_norms_the_attention_alone():

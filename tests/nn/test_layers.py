@@ -21,10 +21,6 @@ class TestRotaryEmbedding:
         expected = as_complex * torch.polar(torch.ones(5, 3), angles)
         torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1))
 
-    def test_odd_head_dim(self):
-        with pytest.raises(ValueError, match="even, got 7"):
-            RotaryEmbedding(7)
-
 
 def test_swiglu():
     layer = SwiGLU(5, 7)
@@ -40,16 +36,11 @@ class TestPositions:
         twelve = alibi_slopes(12).tolist()  # the eight of 8 heads, then every other one of 16
         assert twelve[:8] == [2.0**-i for i in range(1, 9)]
         assert twelve[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
-        with pytest.raises(ValueError, match="heads must be at least 1"):
-            alibi_slopes(0)
 
     def test_split_sides(self):
         before, after = Alibi(4, "split", steepness=4.0)().unbind(-1)
         assert (after[0, ::2] == 4 * before[0, ::2]).all()
         assert (before[0, 1::2] == 4 * after[0, 1::2]).all()
-        for sides, heads in (("both", 2), ("split", 1)):
-            with pytest.raises(ValueError, match="Alibi"):
-                Alibi(heads, sides)
 
     def test_sinusoidal(self):
         x = torch.zeros(1, 3, 4)
@@ -57,14 +48,10 @@ class TestPositions:
             [math.sin(p / 10**k) if c == 0 else math.cos(p / 10**k) for k in (0, 1) for c in (0, 1)] for p in (2, 3, 4)
         ]
         torch.testing.assert_close(SinusoidalEmbedding(4, base=100.0)(x, 2)[0], torch.tensor(expected))
-        with pytest.raises(ValueError, match="even"):
-            SinusoidalEmbedding(3)
 
     def test_learnable(self):
         layer = LearnableEmbedding(5, 4)
         torch.testing.assert_close(layer(torch.zeros(2, 3, 4), 2), layer.weight[2:].expand(2, 3, 4))
-        with pytest.raises(ValueError, match="5 positions, and the input ends at 6"):
-            layer(torch.zeros(1, 4, 4), 2)
 
 
 class TestBlock:
@@ -105,8 +92,6 @@ class TestBlock:
         assert (out[~dropped] == 1 / 0.75).all()
         layer.eval()
         assert (layer(torch.ones(5, 2)) == 1).all()
-        with pytest.raises(ValueError, match=r"\[0, 1\)"):
-            DropPath(1.0)
 
 
 def test_mlp():

@@ -59,10 +59,54 @@ CASES = {
     'SpeechModel(SpeechModelConfig(position="learnable"))': "'cape', 'rope', 'alibi', 'sincos', 'none', got ",
     'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
     "SpeechModel(SpeechModelConfig(num_layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
+    'make_bias("log_context", num_heads=2)': "longest sequence",
+    'make_bias("log_batch", learn="layer", num_heads=2)': "needs attention_bias to be a number",
+    'make_bias("log_alibi", learn="layer", num_heads=2)': "got 'log_alibi' with learn='layer'",
+    'make_bias(-1.0, learn="quadratic", num_heads=2)': 'learn="quadratic" needs attention_bias="log_visible"',
+    'Attention(8, 2, activation="sigmoid", attention_bias=AlibiQuadraticBias(2, 4, 4))': "needs position=Alibi",
+    "SampleLengthBias()(5, 7, device=None)": "pass key_lengths",
+    "AlibiKeysBias()(3, 3, device=None)": "pass visible",
+    "VisibleKeysLinearBias(2)(3, 3, device=None)": "pass visible",
+    "AttentionBias()(5, 7, device=None)": "is abstract",
+    "evaluate_bias(AlibiKeysBias(), *torch.randn(2, 2, 4, 9, 4), normalize=False)": "for sigattn.nn.Attention only",
+    'Attention(8, 2, activation="sigmoid", attention_bias=LearnableBias(-1.0, 2)).shard_heads(0, 2)': "for each head",
+    "RotaryEmbedding(7)": "even, got 7",
+    "alibi_slopes(0)": "heads must be at least 1",
+    "Alibi(2, 'both')": "Alibi",
+    "Alibi(1, 'split')": "Alibi",
+    "SinusoidalEmbedding(3)": "even",
+    "LearnableEmbedding(5, 4)(torch.zeros(1, 4, 4), 2)": "5 positions, and the input ends at 6",
+    "DropPath(1.0)": "[0, 1)",
+    "ConvolutionModule(8, 4)": "odd, got 4",
+    "Cape(7)": "even, got 7",
+    "image_sinusoids(6, 2, 2)": "embed_dim=6",
+    "Cape(8, max_global_shift=-1.0)": "max_scale at least 1",
+    "Cape(8, max_local_shift=0.6)": "max_scale at least 1",
+    "Cape(8, max_scale=0.5)": "max_scale at least 1",
+    "ImageCape(8, 2, 2, max_global_shift=-1.0)": "max_scale at least 1",
+    "ImageCape(8, 2, 2, max_local_shift=0.6)": "max_scale at least 1",
+    "ImageCape(8, 2, 2, max_scale=0.5)": "max_scale at least 1",
+    "across(torch.zeros(2, 3, 9), torch.zeros(2, 3, 5))": "x must be (batch, length, 8), got (2, 3, 9)",
+    "across(torch.zeros(3, 8))": "x must be (batch, length, 8), got (3, 8)",
+    "across(torch.zeros(2, 3, 8))": "kv_input must be (batch, length, 5), got (2, 3, 8)",
+    'Attention(8, 4, activation="sigmoid", attention_bias=None)': "needs a bias",
+    "attention(attention_bias=-1.0)": "is normalised and takes only",
+    'attention(activation="performer", length_power=1.0)': "is normalised and takes only",
+    'attention(activation="performer", window=(3, 0), causal=False)': "has no explicit weights",
+    'attention(activation="performer", position=Alibi(2), causal=False)': "has no explicit weights",
+    "attention(position=RotaryEmbedding(8))": "RotaryEmbedding(4), got RotaryEmbedding(8",
+    "attention(position=Alibi(4))": "Alibi(2), got Alibi(num_heads=4",
+    'Attention(10, 4, activation="softmax", attention_bias=None)': "embed_dim=10, num_heads=4",
+    'Attention(8, 4, num_kv_heads=3, activation="softmax", attention_bias=None)': "heads=4, num_kv_heads=3",
+    'attention(activation="sigmoid", attention_bias=AlibiKeysBias())': "AlibiKeysBias counts keys",
+    "ViT(ViTConfig(num_layers=1))(torch.zeros(2, 1, 224, 224))": "(batch, 3, 224, 224), got (2, 1, 224, 224)",
+    "ViT(ViTConfig(image_size=9, patch_size=4))": "multiple of patch_size, got 9 and 4",
+    "SpeechModel(SpeechModelConfig(block_kind='conformer', norm_placement='post'))": "support ['norm_placement']",
     "build(3)": "int is not the configuration of a model",
 }
-MODULES = ("nn.attention", "nn.bias", "nn.bias_rules", "nn.block", "nn.feedforward", "nn.guide", "nn.initialization",
-           "nn.position", "models.language", "models.speech", "models.vision", "models.saving")  # fmt: skip
+MODULES = ("nn.attention", "nn.bias", "nn.bias_rules", "nn.block", "nn.cape", "nn.conformer", "nn.feedforward",
+           "nn.fitted_bias", "nn.guide", "nn.initialization", "nn.position", "nn.residual_branch", "nn.visible_keys",
+           "models.language", "models.speech", "models.vision", "models.saving")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +119,7 @@ def names():
         return found["Attention"](8, 2, **{"activation": "softmax", "attention_bias": None, **options})
 
     model = found["LanguageModel"](found["LanguageModelConfig"](num_layers=1))
-    return found | {"attention": attention, "a": attention(), "m": model}
+    return found | {"attention": attention, "across": attention(kv_embed_dim=5), "a": attention(), "m": model}
 
 
 @pytest.mark.parametrize("call", CASES)
