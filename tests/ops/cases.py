@@ -109,8 +109,11 @@ class Case:
             given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
         if self.slopes:
             given["alibi_slopes"] = randn(*self._slopes_shape(), dtype=other).abs() / 8
-        if self.layout == "negated":
-            given = {name: negated(t) if t.is_floating_point() else t for name, t in given.items()}
+        if self.layout == "negated":  # some of them: each must make the dispatcher convert it
+            is_negated = {
+                name: t.is_floating_point() and self.seed >> i & 1 for i, (name, t) in enumerate(given.items())
+            }
+            given = {name: negated(t) if is_negated[name] else t for name, t in given.items()}
         lengths = torch.randint(0, m + 1, (batch,), generator=g).to(device) if self.lengths else None
         return given, lengths
 

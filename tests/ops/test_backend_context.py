@@ -29,11 +29,7 @@ class Model(nn.Module):
         def call(**options):
             return sigmoid_attention(query, key, value, enable_gqa=True, **options)
 
-        return (
-            call(is_causal=True, bias=-1.5, attn_mask=mask, softcap=2.0),
-            call(normalize=True),
-            call(key_lengths=lengths),
-        )
+        return call(is_causal=True, attn_mask=mask, softcap=2.0), call(normalize=True, key_lengths=lengths)
 
 
 def test_calls_within_the_context_and_after_it():

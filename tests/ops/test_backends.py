@@ -8,7 +8,6 @@ import torch
 from sigattn import sigmoid_attention
 from sigattn.ops import blocked, custom_ops
 from sigattn.ops.attention import DENSE
-from sigattn.ops.problem import Problem
 
 
 @pytest.fixture
@@ -42,11 +41,6 @@ def test_an_explicit_backend_never_falls_back(picky):
     with pytest.raises(ValueError, match="backend 'picky' does not support this call: it is for float64"):
         sigmoid_attention(q, k, v, backend="picky")
     assert not picky
-
-
-def test_the_default_on_a_cpu_is_blocked(without_llvmlite):
-    t = torch.empty(1, 1, 8, 8)
-    assert DENSE.choose(Problem(t, t, t), None) == "blocked"
 
 
 def test_memory_of_tiles_is_shared_with_nothing():

@@ -151,12 +151,6 @@ def test_lengths_outside_of_the_keys_are_limited(length, dtype):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("empty", [0, 3, 4, 5, 6])  # batch, queries, keys, features of keys, of values
-def test_empty_tensors(empty):
-    shape = tuple(0 if at == empty else size for at, size in enumerate((1, 2, 1, 5, 5, 8, 8)))
-    check(Case(shape, torch.float32, False, 0.5, None, -1.0, None, None, False, "contiguous", 3), "llvm")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_at_any_address(dtype):
     """Pairs of bfloat16 are read at even distances only."""

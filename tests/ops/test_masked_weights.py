@@ -11,8 +11,8 @@ from tests.ops.cases import SUPPORTING, path, ways
 
 # interpreted kernels take their time, those of small tiles, with rows of padding and shared reciprocals, less
 BACKENDS = [(backend, way) for backend in SUPPORTING for way in ways(backend) if way != "tuned"]
-SIZES = {"as users meet it": (2, 17, 65, 300), "small tiles": (17,), "small tiles, bfloat16 products": (40,)}
-WAYS = [(*way, n) for way in BACKENDS for n in SIZES.get(way[1], (17, 200))]
+SIZES = {"as users meet it": (2, 17, 300), "small tiles": (17,), "small tiles, bfloat16 products": (40,)}
+WAYS = [(*way, n) for way in BACKENDS for n in ((17,) if way[0] == "reference" else SIZES.get(way[1], (17, 200)))]
 
 
 def added(visible):
@@ -115,12 +115,3 @@ def test_an_infinite_bias(backend, way):
             with path(way):
                 out = sigmoid_attention(q, k, v, bias=given, backend=backend)
             torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("backend", ["reference", "blocked", None])
-def test_values_without_features(backend):
-    q, k = torch.randn(2, 1, 2, 40, 4, requires_grad=True)
-    v = torch.randn(1, 2, 40, 0, requires_grad=True)
-    gradients = torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend).sum(), (q, k, v))
-    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
-    assert not any(g.any() for g in gradients)

@@ -23,16 +23,18 @@ def operands(n=200, d=32, heads=4, key_heads=4, dtype=torch.float32, batch=2):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [4, 1])
 def test_saved_weights_take_at_most_four_times_the_memory_of_the_inputs(backend, dtype, key_heads):
-    saved = []
+    are_saved = []
     for n in (40, 80, 136, 256, 320, 384, 392, 800):
-        q, k, v = operands(n, key_heads=key_heads, dtype=dtype, batch=1)
-        described = DENSE.backends[backend].saved_weights(Problem(q, k, v))
-        saved.append(described is not None)
-        if described is not None:
-            shape, kind = described
-            assert torch.Size(shape).numel() * kind.itemsize <= 4 * (q.nbytes + k.nbytes + v.nbytes)
-    assert saved[0]
-    assert not saved[-1]
+        leaves = operands(n, key_heads=key_heads, dtype=dtype, batch=1)
+        for options in ({}, {"is_causal": True, "dropout_p": 0.5, "alibi_slopes": SLOPES}):
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+                sigmoid_attention(*leaves, enable_gqa=True, backend=backend, **options)
+            others = {t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in {x.data_ptr() for x in leaves}}
+            assert sum(others.values()) <= 4 * sum(t.nbytes for t in leaves) + 1000
+        are_saved.append(DENSE.backends[backend].saved_weights(Problem(*leaves)) is not None)
+    assert are_saved[0]
+    assert not are_saved[-1]
 
 
 @BOTH
