@@ -83,6 +83,7 @@ class Case:
     softcap: float = 0.0
     normalize: bool = False
     offset: int = 0
+    frozen: tuple[str, ...] = ()  # inputs without a gradient
 
     def tensors(self, device="cpu"):
         """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths.
@@ -199,6 +200,7 @@ def random_case(number, interpreted=False):
         softcap=some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,
         offset=some(0, r.randint(-40, 40)),
+        frozen=tuple(r.sample(("query", "key", "value", "bias", "attn_mask", "alibi_slopes"), some(0, 0, 1, 2))),
     )
 
 

@@ -32,12 +32,8 @@ def run(function, given, options, grad_out, frozen=()):
     }
 
 
-def check(case: Case, backend: str | None, repeats: int = 0, frozen: tuple[str, ...] = ()) -> None:
-    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit.
-
-    Args:
-        frozen: inputs without a gradient.
-    """
+def check(case: Case, backend: str | None, repeats: int = 0) -> None:
+    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit."""
     if case.dtype is torch.float64 and wide(backend) is not torch.float64:
         case.dtype = wide(backend)
     inputs, lengths = case.tensors()
@@ -57,7 +53,7 @@ def check(case: Case, backend: str | None, repeats: int = 0, frozen: tuple[str, 
 
     truth, truth_grads = in_dtype(torch.float64)
     same, same_grads = in_dtype(case.dtype)
-    out, grads = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, frozen)
+    out, grads = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, case.frozen)
     double = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     magnitude = sums_of_magnitudes(double, grad_out, **case.formula_options(double, lengths))
     assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
@@ -67,7 +63,7 @@ def check(case: Case, backend: str | None, repeats: int = 0, frozen: tuple[str, 
             gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
         )
     for _ in range(repeats):
-        again, more = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, frozen)
+        again, more = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, case.frozen)
         assert torch.equal(again, out), "output differs between two runs"
         for name, gradient in grads.items():  # a broadcast mask's gradient is added atomically
             assert name == "attn_mask" or torch.equal(more[name], gradient), f"{name} differs between two runs"
