@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sigattn import convert, restore
 from sigattn.conversion import ConversionError
+from tests.conversion.test_fit import least_squares
 
 
 class Attention(nn.Module):
@@ -121,6 +122,52 @@ def test_fitted_weights_are_nearly_those_of_softmax(kind):
     loaded = copy.deepcopy(softmax)
     restore(loaded, layer.state_dict(), example=batches[0])
     assert torch.equal(loaded(x, mask), layer(x, mask))
+
+
+def test_each_head_has_its_fit():
+    torch.manual_seed(0)
+    layer, rows = Attention(heads=4), []
+    layer.qkv.weight.data.view(3, 4, 4, 16)[:2, 1:3] *= 4
+    recorder = copy.deepcopy(layer).double()
+    recorder.weights = lambda s: rows.append(((s > -1000).sum(-1), s.logsumexp(-1))) or s.softmax(-1)
+    batches = [(torch.randn(2, n, 16), torch.full((n, n), -torch.inf).triu(1)) for n in (9, 6, 7, 8)]
+    for x, mask in batches[:3]:
+        recorder(x.double(), mask)
+    report = convert(layer, batches)
+    for i, head in enumerate(report.layers[0].heads):
+        visible, lse = (torch.cat([t[:, i].flatten() for t in parts]) for parts in zip(*rows, strict=True))
+        assert (head.constant, head.slope) == pytest.approx(
+            least_squares(visible.log().numpy(), -lse.detach().numpy()), abs=1e-3
+        )
+    assert len(report.layers[0].heads) == 4
+    assert report.layers[0].heads[0].constant - report.layers[0].heads[1].constant > 1
+    loaded = Attention(heads=4)
+    restore(loaded, layer.state_dict(), example=batches[0])
+    x, mask = batches[0]
+    assert torch.equal(loaded(x, mask), layer(x, mask))
+
+
+@pytest.mark.parametrize("lengths", [(4, 6), (6, 4)])
+def test_a_dimension_that_has_the_number_of_heads_by_chance(lengths):
+    class Transposed(Attention):
+        def weights(self, logits):
+            return super().weights(logits.transpose(1, 2)).transpose(1, 2)
+
+    layer = Transposed(heads=4)
+    report = convert(layer, [torch.randn(2, n, 16) for n in lengths for _ in "ab"])
+    assert len(report.layers[0].heads) == 1
+    assert layer(torch.randn(3, 5, 16)).shape == (3, 5, 16)
+
+
+def test_as_many_blocks_as_heads():
+    class Blocks(Attention):
+        def weights(self, logits):
+            return super().weights(logits.unflatten(2, (-1, 2))).flatten(2, 3)
+
+    layer = Blocks(heads=2)
+    report = convert(layer, torch.randn(4, 3, 4, 16).unbind())
+    assert len(report.layers[0].heads) == 1
+    assert layer(torch.randn(3, 8, 16)).shape == (3, 8, 16)
 
 
 class Gated(Attention):

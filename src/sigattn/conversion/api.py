@@ -54,8 +54,8 @@ def convert(
 
     Every attention is converted but those of ``keep`` and ``max_error``, or the call raises, names what cannot be
     converted, and leaves the model unchanged. A layer that writes its softmax out computes sigmoid weights of the same
-    logits in its place, in the memory that it had, with one bias for all heads. A softmax that does not belong to an
-    attention (a classifier, a router) stays. The report lists every softmax.
+    logits in its place, in the memory that it had, with one bias for all heads if its logits do not show the heads. A
+    softmax that does not belong to an attention (a classifier, a router) stays. The report lists every softmax.
 
     Args:
         model: any module whose attention is ``sigattn.nn.Attention`` or ``nn.MultiheadAttention``, or calls

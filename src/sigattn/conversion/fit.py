@@ -35,12 +35,13 @@ class RowStatistics(NamedTuple):
     counted: Tensor  # True for rows that count: with visible keys, and not of padding
 
 
-def row_statistics(problem: Problem | WrittenSoftmax) -> RowStatistics:
-    """Return the statistics of a call's rows, in float32 or better; a written softmax has one sample and one head."""
+def row_statistics(problem: Problem | WrittenSoftmax, num_heads: int = 1) -> RowStatistics:
+    """Return the statistics of a call's rows, in float32 or better; with one head a written softmax has one sample."""
     if isinstance(problem, WrittenSoftmax):
         logits = problem.logits.to(torch.promote_types(problem.logits.dtype, torch.float32))
         lse = logits.masked_fill(~problem.visible, -torch.inf).logsumexp(-1)
-        return RowStatistics(*(t.view(1, 1, -1) for t in (lse, problem.num_visible, problem.visible.any(-1))))
+        shape = (-1, num_heads, logits.shape[-2]) if num_heads > 1 else (1, 1, -1)
+        return RowStatistics(*(t.reshape(shape) for t in (lse, problem.num_visible, problem.visible.any(-1))))
     blocks = []
     for start, stop in row_blocks(problem):
         logits, seen = masked_logits(problem, "softmax", (start, stop))  # (B, Hq, R, M)
@@ -63,10 +64,10 @@ def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N)
     return (i >= lengths.to(i.device)[:, None])[:, None]
 
 
-def finite_statistics(call: AttentionCall) -> RowStatistics:
+def finite_statistics(call: AttentionCall, num_heads: int) -> RowStatistics:
     """Return the statistics of a call's rows; raise ConversionError if one that counts is not finite."""
     with without_autocast(call.device.type):
-        rows = row_statistics(call.problem)
+        rows = row_statistics(call.problem, num_heads)
     if not (rows.lse.isfinite() | ~rows.counted).all():
         raise ConversionError(
             f"convert: the attention logits of {call.name!r} are not finite: check weights and batches"
@@ -81,6 +82,10 @@ class BiasFit:
         self.num_heads: int = num_heads
         # by head: number of rows, Σ x, Σ x², Σ y, Σ x y, Σ y² of x = log visible and y = -lse
         self.sums: Tensor = torch.zeros(6, num_heads, dtype=torch.float64, device="cpu")
+
+    def merge_heads(self) -> None:
+        """Fit one bias for all heads."""
+        self.num_heads, self.sums = 1, self.sums.sum(1, keepdim=True)
 
     def update(self, rows: RowStatistics) -> None:
         counted = rows.counted.double().cpu()
@@ -108,12 +113,14 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
 
     def observe(call: AttentionCall) -> object:
         fit = fits.setdefault(call.name, BiasFit(call.num_heads))
-        if call.num_heads != fit.num_heads:
+        if call.num_heads != fit.num_heads and isinstance(call.problem, WrittenSoftmax):
+            fit.merge_heads()  # the dimension had the number of heads by chance
+        elif call.num_heads != fit.num_heads:
             raise ConversionError(
                 f"convert: {call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "
                 "that no bias for each head fits it"
             )
-        fit.update(finite_statistics(call))
+        fit.update(finite_statistics(call, fit.num_heads))
         return call.softmax()
 
     run(observe)

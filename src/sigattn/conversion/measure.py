@@ -46,7 +46,7 @@ def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, Visible
 
     def observe(call: AttentionCall) -> Any:
         bias = biases[call.name]
-        rows = finite_statistics(call)
+        rows = finite_statistics(call, bias.num_heads)
         result = call.softmax()
         # a layer may return more than its output, such as its weights
         exact, fitted = (r if isinstance(r, Tensor) else r[0] for r in (result, call.normalized(bias)))

@@ -32,7 +32,7 @@ class AttentionCall:
     @property
     def num_heads(self) -> int:
         """Number of query heads; 1 if it is not known which dimension of the logits has them."""
-        return self.problem.query.shape[1] if isinstance(self.problem, Problem) else 1
+        return self.problem.query.shape[1] if isinstance(self.problem, Problem) else self.problem.num_heads
 
     @property
     def device(self) -> torch.device:

@@ -30,7 +30,7 @@ from sigattn.nn.multihead import (
 from sigattn.nn.observer import CallObserver
 from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.visible_keys import evaluate_bias
-from sigattn.nn.written_softmax import WrittenSoftmax, written_softmax
+from sigattn.nn.written_softmax import WrittenSoftmax, with_heads, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.custom_ops import record_module
@@ -208,7 +208,9 @@ def sigmoid_weights(layer: SigmoidLayer, call: WrittenSoftmax) -> Tensor:
         weights: Tensor = handle_torch_function(sigmoid_weights, (call.logits,), layer, call)
         return weights
     bias, normalize = layer.attention_settings()
-    return bias.answer_written(call) if isinstance(bias, CallObserver) else call.weights(bias, normalize)
+    if isinstance(bias, CallObserver):
+        return bias.answer_written(with_heads(call, layer))
+    return call.weights(bias, normalize)
 
 
 def sigmoid_sdpa(

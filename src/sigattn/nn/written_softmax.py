@@ -6,16 +6,18 @@ A logit of ``MASKED_BELOW`` or less is masked, and its weight exactly 0: masks a
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias, VisibleKeysBias
 from sigattn.ops import reference
 
 MASKED_BELOW = -1000.0
+_HEADS = re.compile("heads?$")  # ends of the names of attributes: num_heads, n_head, num_attention_heads
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
 _DEFAULT = VisibleKeysBias()
 
@@ -25,6 +27,7 @@ class WrittenSoftmax(NamedTuple):
 
     logits: Tensor  # of any number of rows, (..., M)
     dtype: torch.dtype  # of the weights
+    num_heads: int = 1  # size of dimension -3, if it is known to be that of the heads
 
     @property
     def visible(self) -> Tensor:
@@ -51,19 +54,25 @@ class WrittenSoftmax(NamedTuple):
         bias = _DEFAULT if bias is None else bias
         shape, count = self.logits.shape, self.num_visible
         rows = shape[-2] if len(shape) > 1 else 1
-        b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
-        b = bias.of_call(b, normalize)
-        if not isinstance(b, Tensor) or b.numel() == 1:
-            return b.view(()) if isinstance(b, Tensor) else b
-        if b.numel() == count.numel():
-            return b.view(count.shape)
         try:
-            return b.expand(shape)
+            b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
+            b = bias.of_call(b, normalize)
+            if not isinstance(b, Tensor) or b.numel() == 1:
+                return b.view(()) if isinstance(b, Tensor) else b
+            return b.view(count.shape) if b.numel() == count.numel() else b.expand(shape)
         except RuntimeError as error:
             raise ValueError(
-                f"{type(bias).__name__} has values of shape {tuple(b.shape)}, which do not broadcast to the logits "
-                f"{tuple(shape)} of a layer that writes its softmax out: take one bias for the layer"
+                f"the values of {type(bias).__name__} do not broadcast to the logits {tuple(shape)} of a layer that "
+                "writes its softmax out: take one bias for the layer"
             ) from error
+
+
+def with_heads(call: WrittenSoftmax, layer: nn.Module) -> WrittenSoftmax:
+    """Return a call with the number of heads, if a layer has it as an attribute, and one dimension has this size."""
+    shape = call.logits.shape[1:-2]  # without a first dimension, which is the batch, or batch and heads
+    heads = {v for name, v in vars(layer).items() if _HEADS.search(name) and isinstance(v, int)}
+    known = shape and shape[-1] in heads and shape.count(shape[-1]) == 1
+    return call._replace(num_heads=shape[-1]) if known else call
 
 
 def written_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrittenSoftmax | None:
