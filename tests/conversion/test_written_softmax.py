@@ -124,22 +124,24 @@ def test_fitted_weights_are_nearly_those_of_softmax(kind):
     assert torch.equal(loaded(x, mask), layer(x, mask))
 
 
+def fit_of(layer, batches, heads):
+    """Return c and a of the rows of these heads, by NumPy in float64."""
+    rows, recorder = [], copy.deepcopy(layer).double()
+    recorder.weights = lambda s: rows.append(((s > -1000).sum(-1), s.logsumexp(-1).detach())) or s.softmax(-1)
+    for x, mask in batches:
+        recorder(x.double(), mask)
+    visible, lse = (torch.cat([t[:, heads].flatten() for t in parts]) for parts in zip(*rows, strict=True))
+    return pytest.approx(least_squares(visible.log().numpy(), -lse.numpy()), abs=1e-3)
+
+
 def test_each_head_has_its_fit():
     torch.manual_seed(0)
-    layer, rows = Attention(heads=4), []
+    layer = Attention(heads=4)
     layer.qkv.weight.data.view(3, 4, 4, 16)[:2, 1:3] *= 4
-    recorder = copy.deepcopy(layer).double()
-    recorder.weights = lambda s: rows.append(((s > -1000).sum(-1), s.logsumexp(-1))) or s.softmax(-1)
-    batches = [(torch.randn(2, n, 16), torch.full((n, n), -torch.inf).triu(1)) for n in (9, 6, 7, 8)]
-    for x, mask in batches[:3]:
-        recorder(x.double(), mask)
+    batches = [(torch.randn(4, n, 16), torch.full((n, n), -torch.inf).triu(1)) for n in (9, 6, 7, 8)]
+    expected = [fit_of(layer, batches[:3], [i]) for i in range(4)]
     report = convert(layer, batches)
-    for i, head in enumerate(report.layers[0].heads):
-        visible, lse = (torch.cat([t[:, i].flatten() for t in parts]) for parts in zip(*rows, strict=True))
-        assert (head.constant, head.slope) == pytest.approx(
-            least_squares(visible.log().numpy(), -lse.detach().numpy()), abs=1e-3
-        )
-    assert len(report.layers[0].heads) == 4
+    assert [(head.constant, head.slope) for head in report.layers[0].heads] == expected
     assert report.layers[0].heads[0].constant - report.layers[0].heads[1].constant > 1
     loaded = Attention(heads=4)
     restore(loaded, layer.state_dict(), example=batches[0])
@@ -154,8 +156,10 @@ def test_a_dimension_that_has_the_number_of_heads_by_chance(lengths):
             return super().weights(logits.transpose(1, 2)).transpose(1, 2)
 
     layer = Transposed(heads=4)
-    report = convert(layer, [torch.randn(2, n, 16) for n in lengths for _ in "ab"])
-    assert len(report.layers[0].heads) == 1
+    batches = [(torch.randn(2, n, 16), None) for n in lengths for _ in "ab"]
+    expected = fit_of(layer, batches[:3], slice(None))
+    (head,) = convert(layer, batches).layers[0].heads
+    assert (head.constant, head.slope) == expected
     assert layer(torch.randn(3, 5, 16)).shape == (3, 5, 16)
 
 
