@@ -104,7 +104,9 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
             one = unit
         else:
             one = 1.0
-        if KIND == "accurate":
+        if KIND == "rcp":
+            p = special_reciprocal(one + tl.exp2(z))
+        elif KIND == "accurate":
             # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
             z = tl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)
             p = reciprocal(one + tl.exp2(z))
@@ -112,6 +114,12 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
             tl.static_assert(KIND == "exact")
             p = 1.0 / (one + tl.exp2(z))
     return p
+
+
+@triton.jit
+def half_tanh(x):
+    """Return the hyperbolic tangent with an absolute error of 1e-7, which is enough for a logit in 16 bits."""
+    return 1.0 - 2.0 * special_reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
 
 
 @triton.jit

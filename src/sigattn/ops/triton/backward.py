@@ -103,17 +103,19 @@ def bwd_dkdv_kernel(
                 if OPT.DROPOUT:
                     by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
                     keep = scores.dropout_keep(by_row, by_column, threshold)
-                    dropped = tl.where(keep, w, 0.0)
+                    dropped = scores.select(keep, w, 0.0)
                 if grad_value is not None:
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, DV] -> [BLOCK_N, DV]; rows beyond the last have dO = 0
                     acc_v = tile.dot(tile.cast(dropped, do.dtype), do, acc_v, OPT)
                 if grad_key is not None:
                     dp = tile.dot(v, tl.trans(do), None, OPT)  # [BLOCK_N, DV] @ [DV, BLOCK_M] -> [BLOCK_N, BLOCK_M]
-                    if OPT.DROPOUT:
-                        dp = tl.where(keep, dp, 0.0)
                     if OPT.NORMALIZE:
+                        if OPT.DROPOUT:
+                            dp = tl.where(keep, dp, 0.0)
                         dp -= delta
-                    ds = logit_gradient(w, p, dp, unit, lower, OPT.SHIFT != "none")
+                        ds = logit_gradient(w, p, dp, unit, lower, OPT.SHIFT != "none")
+                    else:
+                        ds = logit_gradient(dropped, p, dp, unit, lower, OPT.SHIFT != "none")
                     if OPT.SOFTCAP:
                         ds = ds * tanh_slope(logits)
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]

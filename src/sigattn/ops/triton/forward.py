@@ -50,7 +50,7 @@ def walk_keys(
                     sums = rows.add_to_sums(sums, p)
                 if OPT.DROPOUT:
                     keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n)[None, :], threshold)
-                    p = tl.where(keep, p, 0.0)
+                    p = scores.select(keep, p, 0.0)
                 # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
                 acc = tile.dot(tile.cast(p, v.dtype), v, acc, OPT)
     lift = row_shift * LN2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, sigmoid, tanh
+from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, half_tanh, sigmoid, tanh
 from sigattn.ops.triton.args import Mask
 
 
@@ -131,10 +131,19 @@ def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr, outside: tl.constexpr =
 
 
 @triton.jit
+def select(condition, p, other):
+    """Return p where the condition holds. LLVM would select after rounding to 16 bits, which takes 1 instruction more."""
+    p = tl.where(condition, p, other)
+    if not INTERPRETED:
+        p = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1)
+    return p
+
+
+@triton.jit
 def apply_softcap(logits, scales, OPT: tl.constexpr):
     """Return tanh(cap · Q Kᵀ) for calls with a soft cap, else Q Kᵀ itself."""
     if OPT.SOFTCAP:
-        logits = tanh(logits * scales.cap)
+        logits = tanh(logits * scales.cap) if OPT.SIGMOID == "exact" else half_tanh(logits * scales.cap)
     return logits
 
 
@@ -187,9 +196,7 @@ def weights(
             z = apply_window_mask(z, i, columns, sizes, OPT)
     p = z if ONLY_Z else sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none")
     if mask is not None:
-        p = tl.where(seen, p, none)
-        if not INTERPRETED:  # LLVM would select after rounding to 16 bits, which takes 1 instruction more
-            p = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1)
+        p = select(seen, p, none)
     if EDGE:
         p = apply_window_mask(p, i, columns, sizes, OPT, none)
         if OPT.NORMALIZE and not KEYS_FIRST:  # else it is enough that the values of keys beyond the last are 0
@@ -212,17 +219,27 @@ def _mix(x):
 
 
 @triton.jit
+def computed_once(x):
+    """Return int32 numbers of rows or columns, which the compiler does not compute again in each thread of a tile."""
+    # A gather reads numbers of other threads from shared memory; without it, the compiler has each thread compute those of
+    # all its weights: 16 of 64 columns.
+    if not INTERPRETED:
+        x = tl.gather(x, tl.arange(0, x.shape[0]), 0)
+    return x
+
+
+@triton.jit
 def row_hash(seed, head, i):
     """Return the part of the hash that depends on head (b · Hq + h) and query."""
     by_head = _mix(head + tl.cast(seed, tl.int64) + tl.zeros_like(i).to(tl.int64))
-    return _mix(by_head.to(tl.int64) + i)
+    return computed_once(_mix(by_head.to(tl.int64) + i))
 
 
 @triton.jit
 def column_hash(seed, j):
     """Return the part of the hash that depends on the key."""
     start = _mix((tl.cast(seed, tl.int64) ^ -7046029254386353131) + tl.zeros_like(j).to(tl.int64))
-    return _mix(start.to(tl.int64) + j)
+    return computed_once(_mix(start.to(tl.int64) + j))
 
 
 @triton.jit
