@@ -78,8 +78,6 @@ def compiler_settings(kernel: str, config: tuning.Config, o: Options) -> dict[st
     fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128 and o.PRECISION == "ieee"
     if fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD:
         settings["maxnreg"] = 128
-    if config.registers:
-        settings["maxnreg"] = config.registers
     return settings
 
 

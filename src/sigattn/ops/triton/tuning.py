@@ -32,7 +32,6 @@ class Config(NamedTuple):
     tma: bool = False  # load tiles by TMA if the tensors allow it (tma.py); from Hopper on
     # compute dK and dV in two launches: five products instead of four, but each has enough registers for wide heads
     split_dkdv: bool = False
-    registers: int = 0  # of a thread at most, so that more programs fit a multiprocessor; 0 leaves it to the compiler
 
 
 class HopperConfig(NamedTuple):
@@ -52,11 +51,10 @@ _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def parse(shape: str, sigmoid: str) -> Config:
-    """Return the configuration for "block_m x block_n / warps / stages", with "+tma", "+split" or "+168" registers."""
-    tile, *others = shape.split("+")
-    block_m, block_n, warps, stages = map(int, tile.replace("x", "/").split("/"))
-    registers = sum(int(x) for x in others if x.isdigit())
-    return Config(block_m, block_n, warps, stages, sigmoid, "tma" in others, "split" in others, registers)
+    """Return the configuration for "block_m x block_n / warps / stages", with "+tma" or "+split" at the end."""
+    numbers = shape.partition("+")[0].replace("x", "/").split("/")
+    block_m, block_n, warps, stages = map(int, numbers)
+    return Config(block_m, block_n, warps, stages, sigmoid, "+tma" in shape, "+split" in shape)
 
 
 def _table(rows: str, sigmoid: str = "accurate") -> dict[tuple[str, int], Config]:
