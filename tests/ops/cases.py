@@ -205,10 +205,11 @@ def random_case(number, interpreted=False):
 
 
 def _small_blocks(kernel, *_):
-    """Use another tile size in each kernel, so that their borders differ, the other form of σ,
-    dK and dV one after the other and, where they serve, descriptors."""
-    blocks = {tuning.FWD: (32, 16), tuning.DKDV: (16, 32), tuning.DQ: (16, 16)}
-    return tuning.Config(*blocks[kernel], 4, 1, "paired", tma=True, split_dkdv=True)
+    """Use another tile size and form of σ in each kernel, so that their borders differ, dK and dV one after the other
+    and, where they serve, descriptors."""
+    blocks = {tuning.FWD: (32, 16, "paired"), tuning.DKDV: (16, 32, "rcp"), tuning.DQ: (16, 16, "paired-rcp")}
+    *block, sigmoid = blocks[kernel]
+    return tuning.Config(*block, 4, 1, sigmoid, tma=True, split_dkdv=True)
 
 
 # The ways of the Triton backend: the tiles of an architecture (in the interpreter, of the smallest), small ones, and

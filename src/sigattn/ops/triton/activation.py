@@ -9,6 +9,8 @@ measured ones):
                                   the special-function unit, which is not the bottleneck; P is 1e-18 below that
     paired-rcp 1½ MUFU, 4 others  the same, with all reciprocals by the special-function unit: less work, faster where
                                   products leave it time, as in the backward pass
+    rcp        2 MUFU, 2 others   2e-7; the fewest instructions where masks or dropout take many of their own, and those
+                                  of a weight do not depend on its neighbour
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
     fast       1 MUFU, 1 other    unbounded as P → 0, because the error is absolute; tanh.approx, as in the paper's
                                   kernel (App. F); NVIDIA only
@@ -27,6 +29,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -34,6 +37,12 @@ Z_TO_HALF = tl.constexpr(-math.log(2) / 2)  # from z to S / 2
 
 # Triton's interpreter runs no machine code, has no products of bfloat16 and truncates where the hardware rounds.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.constexpr_function
+def runs_ptx() -> bool:
+    """Return True if kernels are compiled for an NVIDIA GPU, whose assembly may be part of them."""
+    return not INTERPRETED.value and is_cuda()
 
 
 @triton.jit
@@ -104,7 +113,7 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
             one = unit
         else:
             one = 1.0
-        if KIND == "rcp":
+        if KIND == "rcp":  # 0 where 2^z overflows
             p = special_reciprocal(one + tl.exp2(z))
         elif KIND == "accurate":
             # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
@@ -117,10 +126,10 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def half_tanh(x, NVIDIA: tl.constexpr):
+def half_tanh(x):
     """Return the hyperbolic tangent with an absolute error of 2e-7: enough for a logit of half precision."""
     d = 1.0 + tl.exp2(x * (2.0 * LOG2E))
-    if NVIDIA:
+    if runs_ptx():
         t = 1.0 - 2.0 * special_reciprocal(d)
     else:
         t = 1.0 - 2.0 / d

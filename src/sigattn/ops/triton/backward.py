@@ -62,7 +62,7 @@ def bwd_dkdv_kernel(
     lower, grad_unit = scores.gradient_shift(shift, OPT)
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_column = scores.column_hash(seed, offs_n)[:, None]
+        by_column = scores.column_hash(seed, offs_n, OPT)[:, None]
     # key j is seen by positions j - right … j + left
     first = start_n - sizes.query_offset
     last = tl.minimum(start_n + BLOCK_N, sizes.len_k) - sizes.query_offset
@@ -101,7 +101,7 @@ def bwd_dkdv_kernel(
                 w = p * gain if OPT.NORMALIZE else p
                 dropped = w
                 if OPT.DROPOUT:
-                    by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[None, :]
+                    by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m, OPT)[None, :]
                     keep = scores.dropout_keep(by_row, by_column, threshold)
                     dropped = scores.select(keep, w, 0.0)
                 if grad_value is not None:
@@ -188,7 +188,7 @@ def bwd_dq_kernel(
         z_bias = z_bias[:, None]
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m, OPT)[:, None]
     first = sizes.query_offset + start_m
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile.tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
@@ -214,7 +214,7 @@ def bwd_dq_kernel(
                 # [BLOCK_M, DV] @ [DV, BLOCK_N] -> [BLOCK_M, BLOCK_N]; keys beyond the last have v = 0: no gradient
                 dp = tile.dot(do, tl.trans(v), None, OPT)
                 if OPT.DROPOUT:
-                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n)[None, :], threshold)
+                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n, OPT)[None, :], threshold)
                     dp = tl.where(keep, dp, 0.0)
                 if OPT.NORMALIZE:
                     dp = dp * gain - delta

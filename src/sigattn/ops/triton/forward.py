@@ -49,7 +49,7 @@ def walk_keys(
                 if OPT.NORMALIZE:
                     sums = rows.add_to_sums(sums, p)
                 if OPT.DROPOUT:
-                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n)[None, :], threshold)
+                    keep = scores.dropout_keep(by_row, scores.column_hash(seed, offs_n, OPT)[None, :], threshold)
                     p = scores.select(keep, p, 0.0)
                 # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
                 acc = tile.dot(tile.cast(p, v.dtype), v, acc, OPT)
@@ -109,7 +109,7 @@ def fwd_kernel(
     by_row = 0
     if OPT.DROPOUT:
         seed = tl.load(seed)
-        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+        by_row = scores.row_hash(seed, b * heads + h, sizes.query_offset + offs_m, OPT)[:, None]
     first = sizes.query_offset + start_m
     last = sizes.query_offset + tl.minimum(start_m + OPT.BLOCK_M, sizes.len_q)
     bounds = tile.tile_bounds(first, last, sizes.len_k, left, right, OPT.BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)

@@ -59,6 +59,8 @@ class Launch:
         if has_options:
             for _ in range(1 + has_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
+            if o.DROPOUT and config.sigmoid == "paired":  # whose hashes the compiler computes in two layouts
+                config = config._replace(sigmoid="rcp")
         if mask is None or o.MASK == "keys" or not current:
             return config
         return tuning.fit(kernel, config, o, itemsize, mask.element_size(), current)

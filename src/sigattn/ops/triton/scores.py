@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, half_tanh, sigmoid, tanh
+from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, half_tanh, runs_ptx, sigmoid, tanh
 from sigattn.ops.triton.args import Mask
 
 
@@ -134,7 +134,7 @@ def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr, outside: tl.constexpr =
 def select(condition, p, other):
     """Return p where the condition holds. LLVM would select after rounding to 16 bits, which takes 1 instruction more."""
     p = tl.where(condition, p, other)
-    if not INTERPRETED:
+    if runs_ptx():
         p = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1)
     return p
 
@@ -144,7 +144,7 @@ def apply_softcap(logits, scales, OPT: tl.constexpr):
     """Return tanh(cap · Q Kᵀ) for calls with a soft cap, else Q Kᵀ itself."""
     if OPT.SOFTCAP:
         x = logits * scales.cap
-        logits = tanh(x) if OPT.SIGMOID == "exact" else half_tanh(x, OPT.WGMMA)
+        logits = tanh(x) if OPT.SIGMOID == "exact" else half_tanh(x)
     return logits
 
 
@@ -220,25 +220,28 @@ def _mix(x):
 
 
 @triton.jit
-def computed_once(x):
-    """Return int32 numbers, one a row or column of a tile, so that each is computed in one thread."""
+def computed_once(x, OPT: tl.constexpr):
+    """Return int32 numbers, one a row or column of a tile, so that each is computed in one thread on Hopper."""
     # A gather reads the numbers of other threads from shared memory. Without it the compiler has each thread compute
-    # those of all its weights, 16 of 64 columns, which takes 11 instructions a score.
-    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+    # those of all its weights, 16 of 64 columns, which takes 11 instructions a score. On Ampere and Ada, whose operands
+    # lie in registers, bwd_dkdv_kernel would spill.
+    if OPT.WGMMA or INTERPRETED:
+        x = tl.gather(x, tl.arange(0, x.shape[0]), 0)
+    return x
 
 
 @triton.jit
-def row_hash(seed, head, i):
+def row_hash(seed, head, i, OPT: tl.constexpr):
     """Return the part of the hash that depends on head (b · Hq + h) and query."""
     by_head = _mix(head + tl.cast(seed, tl.int64) + tl.zeros_like(i).to(tl.int64))
-    return computed_once(_mix(by_head.to(tl.int64) + i))
+    return computed_once(_mix(by_head.to(tl.int64) + i), OPT)
 
 
 @triton.jit
-def column_hash(seed, j):
+def column_hash(seed, j, OPT: tl.constexpr):
     """Return the part of the hash that depends on the key."""
     start = _mix((tl.cast(seed, tl.int64) ^ -7046029254386353131) + tl.zeros_like(j).to(tl.int64))
-    return computed_once(_mix(start.to(tl.int64) + j))
+    return computed_once(_mix(start.to(tl.int64) + j), OPT)
 
 
 @triton.jit
