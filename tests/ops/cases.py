@@ -204,12 +204,12 @@ def random_case(number, interpreted=False):
     )
 
 
-def _small_blocks(kernel, *_):
-    """Use another tile size and form of σ in each kernel, so that their borders differ, dK and dV one after the other
-    and, where they serve, descriptors."""
-    blocks = {tuning.FWD: (32, 16, "paired"), tuning.DKDV: (16, 32, "rcp"), tuning.DQ: (16, 16, "paired-rcp")}
-    *block, sigmoid = blocks[kernel]
-    return tuning.Config(*block, 4, 1, sigmoid, tma=True, split_dkdv=True)
+def _small_blocks(kernel, _, head_dim, *__):
+    """Use another tile size in each kernel, so that their borders differ, the other forms of σ, one for even and one
+    for odd head sizes, dK and dV one after the other and, where they serve, descriptors."""
+    blocks = {tuning.FWD: (32, 16), tuning.DKDV: (16, 32), tuning.DQ: (16, 16)}
+    sigmoid = "rcp" if head_dim % 2 else "paired"
+    return tuning.Config(*blocks[kernel], 4, 1, sigmoid, tma=True, split_dkdv=True)
 
 
 # The ways of the Triton backend: the tiles of an architecture (in the interpreter, of the smallest), small ones, and

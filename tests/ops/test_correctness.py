@@ -129,3 +129,16 @@ def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
     assert_as_good_as_formula(out, truth, same, 4.0)
     if softcap == 1e4:  # hardly a cap
         torch.testing.assert_close(out.double(), formula(q, k, v, **options), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", COMPLETE)
+@pytest.mark.parametrize("softcap", [20.0, 1e5])
+def test_a_soft_cap_in_half_precision(backend, softcap):
+    """Weights, which the identity as value returns, are as accurate as float16 with a cap of any size."""
+    device = device_of(backend)
+    q, k = torch.ones(1, 1, 3, 1), torch.linspace(-5, 2, 100).view(1, 1, 100, 1)
+    tensors = [t.to(torch.float16) for t in (q, k, torch.eye(100).view(1, 1, 100, 100))]
+    options = {"scale": 1.0, "bias": -3.0, "softcap": softcap}
+    out = sigmoid_attention(*(t.to(device) for t in tensors), backend=backend, **options).cpu().double()
+    truth = formula(*tensors, **options)
+    assert ((out - truth).abs() / truth).max() < 1e-3

@@ -27,7 +27,7 @@ OPTIONS = [
     {"GROUP": 4},
     {"SIGMOID": "fast"},
     {"SIGMOID": "accurate"},
-    {"SOFTCAP": True},
+    {"SOFTCAP": "absolute"},
     {"BLOCK_Q": 128, "BLOCK_K": 128},
     {"TMA": True},
 ]
@@ -134,7 +134,7 @@ def options_of_hopper(dtype, head_dim):
 
 
 SCORE = {"MASK": "added", "NEED_MASK": "stored", "BIAS": "tensor", "SHIFT": "tensor", "grad_bias": "*fp32"}
-MORE = {"SLOPES": True, "grad_slopes": "*fp32", "HAS_LEFT": True, "SOFTCAP": True, "DROPOUT": True, "GROUP": 4}
+MORE = {"SLOPES": True, "grad_slopes": "*fp32", "HAS_LEFT": True, "SOFTCAP": "relative", "DROPOUT": True, "GROUP": 4}
 TOGETHER = (
     {**SCORE, **MORE},
     {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},

@@ -29,7 +29,8 @@ def supports(prepared: Launch, grad_out: Tensor | None = None) -> bool:
     TMA must be able to load the tensors; float16 has neither a tensor as bias nor the fast form of σ.
     """
     p, o = prepared.problem, prepared.options
-    has_options = o.MASK != "none" or o.SLOPES or o.LENGTHS or o.VARLEN or o.DROPOUT or o.SOFTCAP or o.BLOCK_Q > 0
+    has_options = o.SLOPES or o.LENGTHS or o.VARLEN or o.DROPOUT or o.BLOCK_Q > 0
+    has_options |= o.MASK != "none" or o.SOFTCAP != "none"
     is_windowed = p.left != UNLIMITED or p.right not in (UNLIMITED, 0) or prepared.arguments["query_offset"] < 0
     has_size = prepared.n > 0 < prepared.m and 64 < o.D == o.DV <= WIDTH
     has_bias = {

@@ -103,7 +103,7 @@ class Options(NamedTuple):
     PRECISION: str = "ieee"  # of float32 products: also "tf32", "tf32x3"
     SLOPES: bool = False  # ALiBi
     DROPOUT: bool = False
-    SOFTCAP: bool = False
+    SOFTCAP: str = "none"  # accuracy of tanh: "relative", or "absolute" where that is enough (activation.py)
     NORMALIZE: bool = False
     REPAIR: bool = False  # with NORMALIZE: only rows whose sum underflowed in another forward kernel
     LENGTHS: bool = False  # samples have key lengths

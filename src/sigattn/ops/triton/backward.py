@@ -116,7 +116,7 @@ def bwd_dkdv_kernel(
                         ds = logit_gradient(w, p, dp, unit, lower, OPT.SHIFT != "none")
                     else:
                         ds = logit_gradient(dropped, p, dp, unit, lower, OPT.SHIFT != "none")
-                    if OPT.SOFTCAP:
+                    if OPT.SOFTCAP != "none":
                         ds = ds * tanh_slope(logits)
                     # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
                     acc_k = tile.dot(tile.cast(ds, q.dtype), q, acc_k, OPT)
@@ -220,7 +220,7 @@ def bwd_dq_kernel(
                     dp = dp * gain - delta
                 ds = logit_gradient(p, p, dp, unit, lower, OPT.SHIFT != "none")
                 if grad_query is not None:
-                    ds_capped = ds * tanh_slope(logits) if OPT.SOFTCAP else ds
+                    ds_capped = ds * tanh_slope(logits) if OPT.SOFTCAP != "none" else ds
                     # [BLOCK_M, BLOCK_N] @ [BLOCK_N, D] -> [BLOCK_M, D]
                     acc = tile.dot(tile.cast(ds_capped, k.dtype), k, acc, OPT)
                 if grad_bias is not None:

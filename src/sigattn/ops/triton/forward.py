@@ -65,7 +65,7 @@ def any_underflows(total, offs_m, bounds, sizes, OPT: tl.constexpr):
     # The paired form of σ is at least 2^-60; weights of float16 have all their bits from 2^-14 on
     least = (bounds[3] - bounds[0]) * (2.0**-48 if OPT.SHIFT == "none" else 2.0**-14)
     is_small = (total < least) & (offs_m < sizes.len_q)
-    if OPT.SIGMOID != "exact":
+    if OPT.SIGMOID != "exact" and OPT.SIGMOID != "rcp":
         is_small &= total > 0.0  # which is 0 only if the row sees no key
     return tl.max(is_small.to(tl.int32), 0) > 0
 

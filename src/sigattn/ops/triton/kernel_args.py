@@ -19,6 +19,7 @@ from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, 
 LOG2E: float = activation.LOG2E.value
 INTERPRETED: bool = activation.INTERPRETED.value
 _MAX_TILE_ROWS = 256
+_LARGEST_CAP = 256.0  # with which weights of half precision need no relative accuracy of tanh
 _MAX_SIDE = (1 << 30) - 1  # of a window, so that positions and sides add up to less than 2^31
 # Tensors whose rows the kernels read or write tile by tile.
 IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
@@ -69,7 +70,8 @@ class Launch:
 def _fills_registers(o: Options) -> bool:
     """Return True if options need registers of their own in the loops of the kernels."""
     are_split = o.PRECISION == "tf32x3"
-    return o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP or o.DROPOUT or (o.NORMALIZE and are_split)
+    has_options = o.MASK != "none" or o.SLOPES or o.BLOCK_Q > 0 or o.SOFTCAP != "none" or o.DROPOUT
+    return has_options or (o.NORMALIZE and are_split)
 
 
 def compiler_settings(kernel: str, config: tuning.Config, o: Options) -> dict[str, int]:
@@ -80,6 +82,8 @@ def compiler_settings(kernel: str, config: tuning.Config, o: Options) -> dict[st
     fits = not (_fills_registers(o) or o.HAS_LEFT) and max(o.D, o.DV) <= 128 and o.PRECISION == "ieee"
     if fits and o.NORMALIZE and o.WGMMA and config.warps == 8 and kernel == tuning.FWD:
         settings["maxnreg"] = 128
+    if config.registers:
+        settings["maxnreg"] = config.registers
     return settings
 
 
@@ -154,7 +158,7 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias
         D=p.query.shape[-1], DV=p.value.shape[-1], GROUP=group,
         BIAS=bias, SHIFT=bias if p.query.dtype is torch.float16 else "none",
         MASK="none" if p.attn_mask is None else "bool" if p.attn_mask.dtype is torch.bool else "added",
-        SLOPES=p.alibi_slopes is not None, SOFTCAP=bool(p.softcap), NORMALIZE=p.normalize,
+        SLOPES=p.alibi_slopes is not None, SOFTCAP=softcap_accuracy(p), NORMALIZE=p.normalize,
         HAS_LEFT=p.left != UNLIMITED, HAS_RIGHT=p.right != UNLIMITED,
         SIGMOID=sigmoid_form(p), PRECISION=precision(p.query), WGMMA=architecture(p.query.device) == 90,
     )  # fmt: skip
@@ -231,6 +235,14 @@ def sigmoid_form(p: Problem | VarlenProblem | KVCacheProblem) -> str:
     if p.fast and not p.normalize and not INTERPRETED and torch.version.hip is None:
         return "fast"
     return "exact" if p.query.dtype is torch.float32 else "accurate"
+
+
+def softcap_accuracy(p: Problem | VarlenProblem | KVCacheProblem) -> str:
+    """Return the accuracy of tanh that a problem requires (``Options.SOFTCAP``)."""
+    if not p.softcap:
+        return "none"
+    # An absolute error of 2e-7 in tanh is one of 2e-7 c in a logit and in the relative error of its weight.
+    return "absolute" if p.query.element_size() == 2 and p.softcap <= _LARGEST_CAP else "relative"
 
 
 def precision(t: Tensor) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, half_tanh, runs_ptx, sigmoid, tanh
+from sigattn.ops.triton.activation import INTERPRETED, LOG2E, Z_TO_HALF, absolute_tanh, runs_ptx, sigmoid, tanh
 from sigattn.ops.triton.args import Mask
 
 
@@ -132,7 +132,8 @@ def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr, outside: tl.constexpr =
 
 @triton.jit
 def select(condition, p, other):
-    """Return p where the condition holds. LLVM would select after rounding to 16 bits, which takes 1 instruction more."""
+    """Return p where the condition holds."""
+    # Without the assembly LLVM would select after rounding to 16 bits, which takes 1 instruction more.
     p = tl.where(condition, p, other)
     if runs_ptx():
         p = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1)
@@ -142,9 +143,10 @@ def select(condition, p, other):
 @triton.jit
 def apply_softcap(logits, scales, OPT: tl.constexpr):
     """Return tanh(cap · Q Kᵀ) for calls with a soft cap, else Q Kᵀ itself."""
-    if OPT.SOFTCAP:
-        x = logits * scales.cap
-        logits = tanh(x) if OPT.SIGMOID == "exact" else half_tanh(x)
+    if OPT.SOFTCAP == "relative":
+        logits = tanh(logits * scales.cap)
+    elif OPT.SOFTCAP == "absolute":
+        logits = absolute_tanh(logits * scales.cap)
     return logits
 
 
