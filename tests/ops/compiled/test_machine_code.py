@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import static, static_hopper
 from sigattn.ops.triton import tuning
+from sigattn.ops.triton.args import Mask
 
 KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -78,6 +79,25 @@ def test_kernels_of_the_tables(architecture, d, causal, kernel):
     assert inner.selects < (0.75 if d <= 128 else 1.1), report
     if causal:
         assert max(loop.selects for loop in report.loops) > 0.9, report  # and the edges do have one
+
+
+MASKED = [("added", tuning.FWD, 64), ("bool", tuning.DQ, 64)]
+if EVERYTHING:
+    MASKED = [key for key in tuning.HOPPER_MASKED if key[0] != "keys"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"] if EVERYTHING else ["bf16"])
+@pytest.mark.parametrize(("mask", "kernel", "d"), MASKED)
+def test_masks_on_hopper(mask, kernel, d, dtype):
+    """Hardly anything spilled in the loop over whole tiles, and as many programs on a multiprocessor as were measured."""
+    config, number = tuning.HOPPER_MASKED[mask, kernel, d], "i32:16"
+    strides = (1, number) if kernel == tuning.DKDV else (number, 1)
+    argument = Mask(f"*{'u8' if mask == 'bool' else dtype}:16", number, number, *strides)
+    options = {"MASK": mask, "mask": argument} | ({"MASK_ORDER": "keys, queries"} if kernel == tuning.DKDV else {})
+    report = products_are_asynchronous(kernel, 90, "bfloat16", d, False, config, **options)
+    assert report.loops[0].spills <= 2, report
+    if dtype == "bf16":
+        assert report.programs >= {0: 2, 128: 4, 168: 3}[config.registers], report
 
 
 @pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), FLOAT32)
