@@ -89,7 +89,7 @@ if EVERYTHING:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"] if EVERYTHING else ["bf16"])
 @pytest.mark.parametrize(("mask", "kernel", "d"), MASKED)
 def test_masks_on_hopper(mask, kernel, d, dtype):
-    """Hardly anything spilled in the loop over whole tiles, and as many programs on a multiprocessor as were measured."""
+    """The loop over whole tiles spills hardly anything, and as many programs fit a multiprocessor as were measured."""
     config, number = tuning.HOPPER_MASKED[mask, kernel, d], "i32:16"
     strides = (1, number) if kernel == tuning.DKDV else (number, 1)
     argument = Mask(f"*{'u8' if mask == 'bool' else dtype}:16", number, number, *strides)
