@@ -17,7 +17,7 @@ import sys
 from sphinx.application import Sphinx
 
 site = sys.argv[1]
-app = Sphinx("docs", "docs", site, site + "/.doctrees", "html", status=None)
+app = Sphinx("docs", "docs", site, site + "/.doctrees", "html", {"smartquotes": False}, status=None)
 app.builder.search = False
 app.build(filenames=["docs/operator.md", "docs/results/regularity/page.md", "docs/reference/sigattn.rst"])
 for page in app.env.found_docs:

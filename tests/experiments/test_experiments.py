@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments import (
@@ -70,6 +71,18 @@ def whole_folder(tmp_path_factory):
 def without_checkpoints(in_this_process, unchecked, monkeypatch):
     """Train in this process, without checkpoints, whose writing takes longer than a small training."""
     monkeypatch.setattr(checkpoint, "save", lambda folder, *_, **__: folder)
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_drawn_once(monkeypatch):
+    """Without the arrangement of their parts, for which Matplotlib draws each figure twice."""
+    savefig = Figure.savefig
+
+    def draw(self, *args, **options):
+        self.set_layout_engine("none")
+        savefig(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", draw)
 
 
 FROM_CHECKPOINTS = ("attention-evolution", "attention-maps")  # of the same trainings
