@@ -182,11 +182,11 @@ def random_case(number, interpreted=False):
     heads = [(1, 1), (2, 1), (1, 3), (1, 2), (2, 2)] if interpreted else itertools.product((1, 2, 3), repeat=2)
     (kv, rep), batch = some(*heads), 0 if r.random() < 0.03 else some(1, 1, 2) if interpreted else some(1, 2, 3)
     n, m, normalize = length(), length(), some(True, False)
-    d, dv = (some(*LARGE_HEADS) if on_gpu and some(True, False) else r.randint(1, 19) for _ in range(2))
+    d, other = (some(*LARGE_HEADS) if on_gpu and some(True, False) else some(4, 8, r.randint(1, 24)) for _ in range(2))
     number = r.uniform(-300, 300) if normalize else r.uniform(-8, 2)  # where plain weights are not all 0 or 1
     mask = some("bool", "float", "-inf"), broadcastable(batch, kv * rep, n, m)
     return Case(
-        shape=(batch, kv, rep, n, m, d, dv),
+        shape=(batch, kv, rep, n, m, d, some(d, other)),
         dtype=some(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         causal=some(True, False, False),
         scale=some(None, r.uniform(0.05, 1.5)),
