@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import ON_CPU, SUPPORTING, Case, path, ways
+from tests.ops.cases import SUPPORTING, Case, device_of, path, ways
 from tests.ops.test_correctness import check
 from tests.ops.truth import formula
 
@@ -33,9 +33,15 @@ def test_the_largest_side_of_a_window_hides_no_key(largest, sides):
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     options = {"bias": -1.0, "window": (-1, min(window[1], 10))}
     expected = formula(q, k, v, **options)
-    for backend in (None, *ON_CPU):
-        out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend=backend)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    for backend in (None, *SUPPORTING):
+        out = sigmoid_attention(
+            *(t.to(device_of(backend)) for t in (q, k, v)), window=window, bias=-1.0, backend=backend
+        )
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    for backend in ("blocked", "triton"):
+        cached = (t.transpose(1, 2).to(device_of(backend)) for t in (q[:, :, -1:], k, v))
+        out = sigmoid_kvcache_attention(*cached, window=window, bias=-1.0, backend=backend).transpose(1, 2)
+        torch.testing.assert_close(out.cpu().double(), expected[:, :, -1:], rtol=1e-4, atol=1e-5)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     packed = (t[0].transpose(0, 1) for t in (q, k, v))
     out = sigmoid_varlen_attention(*packed, starts, starts, 5, 5, window=window, bias=-1.0)
