@@ -42,8 +42,8 @@ def test_calls_within_the_context_and_after_it():
         with pytest.raises(ValueError, match=REFUSED):
             sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
         cache = torch.zeros(2, 1, 8, 2, 8).unbind()
-        with pytest.raises(ValueError, match="backend 'llvm' does not support this call: for a cache"):
-            sigmoid_kvcache_attention(torch.randn(1, 1, 2, 8), *cache, bias=-2.0, window=(3, 0))
+        with pytest.raises(ValueError, match=REFUSED):
+            sigmoid_kvcache_attention(torch.randn(1, 1, 2, 8), *cache, bias=-2.0, softcap=2.0)
     with pytest.raises(KeyError), sigattn.backend("llvm"):
         raise KeyError
     sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)

@@ -7,7 +7,7 @@ import torch
 
 from sigattn import sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.ops.cases import HAS_LLVM, ON_CPU
+from tests.ops.cases import ON_CPU
 from tests.ops.truth import one_sequence
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
@@ -135,21 +135,6 @@ def test_a_new_token_sees_the_keys_of_its_sample(backend, normalize):
         for b, n in enumerate(lengths):
             expected = formula(q[b].double(), k[b, :n].double(), v[b, :n].double(), bias, normalize=normalize)
             torch.testing.assert_close(out[b], expected.float())
-
-
-@pytest.mark.skipif(not HAS_LLVM, reason="needs llvmlite")
-def test_what_llvm_does_not_decode_is_said():
-    refused = {
-        "several new queries": cached(NEW.expand(2, 2, 4, 8), backend="llvm"),
-        "pages": cached(block_table=torch.tensor([[0], [1]]), backend="llvm"),
-        "left padding": cached(left_padding=torch.tensor([1, 0]), backend="llvm"),
-        "a mask": cached(attn_mask=torch.ones(16, dtype=torch.bool), backend="llvm"),
-        "a window": cached(window=(3, 0), backend="llvm"),
-        "ALiBi and softcap": cached(alibi_slopes=torch.ones(4), softcap=2.0, backend="llvm"),
-    }
-    for what, call in refused.items():
-        with pytest.raises(ValueError, match=f"backend 'llvm' does not support this call: .*{what}"):
-            call()
 
 
 @pytest.mark.parametrize("new", [False, True])

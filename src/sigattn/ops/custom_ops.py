@@ -171,8 +171,7 @@ class Operator(Generic[P]):
         if backend is None:
             backend = settings.compiled_backend if torch.compiler.is_compiling() else settings.thread.backend
         if backend is not None:
-            is_known = backend in self.backends
-            reason = self.backends[backend].unavailable(problem) if is_known else "it does not support packed sequences"
+            reason = self.backends[backend].unavailable(problem)
             if reason is not None:
                 raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
             return backend

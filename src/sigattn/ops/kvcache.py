@@ -173,9 +173,7 @@ def sigmoid_kvcache_attention(
         window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
         scale, enable_gqa, alibi_slopes, softcap, normalize: as in ``sigmoid_attention``.
         num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
-        backend: "reference", "blocked", "triton" or "llvm" (one new query of each sample, without pages, padding,
-            mask, window, ALiBi and cap), as in ``sigmoid_attention``; None for the fastest of the last three that
-            supports the call.
+        backend: as in ``sigmoid_attention``.
 
     Returns:
         (B, N, Hq, Dv), in the query's dtype. (Under autocast, query and cache are cast to autocast's dtype, which

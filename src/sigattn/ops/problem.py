@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sigattn.ops import settings, validation
 from sigattn.ops.block_mask import Blocks
-from sigattn.ops.gradients import Result, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 
 UNLIMITED = -1  # a window side without a limit
 # b below -log M where the weights of a row are divided by their sum: with it small language models of three kinds were
@@ -356,6 +356,20 @@ def new_result(query: Tensor, width: int, has_sums: bool, saved: Saved | None = 
     shape, dtype = saved or ((0,), query.dtype)
     row_sums = new_row_sums(query) if has_sums else query.new_empty(0)
     return Result(out, query.new_empty(shape, dtype=dtype), row_sums)
+
+
+def new_gradients(problem: Problem | VarlenProblem, needs_grad: NeedsGrad) -> Gradients:
+    """Return memory for the gradients: zeros, in float32 or better, for the sums of bias, mask and slopes."""
+    wide, tensors = torch.promote_types(problem.query.dtype, torch.float32), zip(problem[:6], needs_grad, strict=True)
+    needed = [t if is_needed else None for t, is_needed in tensors]
+    operands = [t if t is None else torch.empty_like(t) for t in needed[:3]]
+    return Gradients(*operands, *[t if t is None else t.new_zeros(t.shape, dtype=wide) for t in needed[3:]])
+
+
+def in_dtypes(gradients: Gradients, problem: Problem | VarlenProblem) -> Gradients:
+    """Return gradients in the dtypes of the problem's tensors."""
+    tensors: Any = problem[:6]
+    return Gradients(*[g if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)])
 
 
 def in_order_of(query: Tensor, out: Tensor) -> Tensor:

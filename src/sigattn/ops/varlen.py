@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from sigattn.ops import blocked, reference, triton, validation
+from sigattn.ops import blocked, llvm, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, record
 from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
 
@@ -62,6 +62,9 @@ VARLEN: Operator[VarlenProblem] = Operator(
     VarlenProblem,
     {
         "triton": Backend(triton.forward, triton.unavailable, triton.backward, device_type="cuda"),
+        "llvm": Backend(
+            llvm.varlen_forward, llvm.unavailable, llvm.varlen_backward, can_be_default=llvm.can_be_default
+        ),
         "blocked": Backend(blocked.varlen_forward, blocked.unavailable, blocked.varlen_backward),
     },
     reference.varlen_attention,
@@ -116,8 +119,7 @@ def sigmoid_varlen_attention(
             max_q, max_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from its first. It
             combines with is_causal and window.
         scale, enable_gqa, alibi_slopes, dropout_p, softcap, normalize: as in ``sigmoid_attention``.
-        backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
-            that supports the call.
+        backend: as in ``sigmoid_attention``.
 
     Returns:
         (total_q, Hq, Dv), in the query's order in memory, in the query's dtype (under autocast, in autocast's dtype).

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from sigattn.ops import normalization
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile, rows_of
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_result
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, in_dtypes, new_gradients, new_result
 from sigattn.ops.reference import distances
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
@@ -96,20 +95,6 @@ def backward(problem: Problem, grad_out: Tensor, result: Result, needs_grad: Nee
     gradients = new_gradients(problem, needs_grad)
     differentiate(problem, grad_out, result, gradients)
     return in_dtypes(gradients, problem)
-
-
-def new_gradients(problem: Problem | VarlenProblem, needs_grad: NeedsGrad) -> Gradients:
-    """Return memory for the gradients: zeros, in float32 or better, for the sums of bias, mask and slopes."""
-    wide, tensors = torch.promote_types(problem.query.dtype, torch.float32), zip(problem[:6], needs_grad, strict=True)
-    needed = [t if is_needed else None for t, is_needed in tensors]
-    operands = [t if t is None else torch.empty_like(t) for t in needed[:3]]
-    return Gradients(*operands, *[t if t is None else t.new_zeros(t.shape, dtype=wide) for t in needed[3:]])
-
-
-def in_dtypes(gradients: Gradients, problem: Problem | VarlenProblem) -> Gradients:
-    """Return gradients in the dtypes of the problem's tensors."""
-    tensors: Any = problem[:6]
-    return Gradients(*[g if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)])
 
 
 def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:

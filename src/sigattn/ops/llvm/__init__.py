@@ -8,13 +8,14 @@ import sys
 
 import torch
 
-from sigattn.ops.llvm.cache import kvcache_forward, kvcache_unavailable
-from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, forward, parallel, saved_weights
-from sigattn.ops.problem import KVCacheProblem, Problem
+from sigattn.ops import packed
+from sigattn.ops.gradients import Result
+from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, differentiate, forward, parallel, saved_weights
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 __all__ = [
     "backward", "can_be_default", "forward", "kvcache_can_be_default", "kvcache_forward", "machine_unavailable",
-    "saved_weights", "unavailable",
+    "saved_weights", "unavailable", "varlen_backward", "varlen_forward",
 ]  # fmt: skip
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
@@ -36,7 +37,16 @@ _FAST = {
 }
 
 
-def can_be_default(problem: Problem | KVCacheProblem) -> bool:
+def _attend(problem: Problem, result: Result) -> None:
+    forward(problem, None, result)
+
+
+varlen_forward = functools.partial(packed.varlen_forward, _attend)
+varlen_backward = functools.partial(packed.varlen_backward, differentiate)
+kvcache_forward = functools.partial(packed.kvcache_forward, _attend, None)
+
+
+def can_be_default(problem: Problem | VarlenProblem | KVCacheProblem) -> bool:
     """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
     if not _FAST.get(problem.query.dtype):
         return False
@@ -47,11 +57,12 @@ def can_be_default(problem: Problem | KVCacheProblem) -> bool:
 
 
 def kvcache_can_be_default(problem: KVCacheProblem) -> bool:
-    """Return True if decoding was measured as faster, which it was in float32."""
-    return problem.query.dtype is torch.float32 and can_be_default(problem)
+    """Return True if decoding was measured as faster, which it was in float32 with a key head for each thread."""
+    has_work_for_all = problem.query.shape[0] * problem.key.shape[2] >= torch.get_num_threads()
+    return problem.query.dtype is torch.float32 and has_work_for_all and can_be_default(problem)
 
 
-def unavailable(problem: Problem | KVCacheProblem) -> str | None:
+def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None:
     """Return why the kernels do not support a problem, or None."""
     p = problem
     if p.query.device.type != "cpu":
@@ -60,13 +71,12 @@ def unavailable(problem: Problem | KVCacheProblem) -> str | None:
         return reason
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
-    if isinstance(p, KVCacheProblem):
-        return kvcache_unavailable(p)
     if p.attn_mask is not None and p.attn_mask.requires_grad:
         return NO_GRADIENT_OF_MASK
-    if p.mask_table is None and not p.softcap:
+    blocks = p.mask_table if isinstance(p, Problem) else None
+    if blocks is None and not p.softcap:
         return None
-    unsupported = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
+    unsupported = {"a BlockMask": blocks, "softcap": p.softcap or None}
     return f"it does not support {' and '.join(name for name, value in unsupported.items() if value is not None)}"
 
 

@@ -56,18 +56,18 @@ def saved_weights(p: Problem) -> Saved | None:
     return (batch, heads, n, columns), p.query.dtype
 
 
-def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Result:
+def forward(p: Problem, saved: Saved | None, result: Result | None = None, is_lifted: bool = False) -> Result:
     """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``)."""
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     if result is None:
         result = new_result(p.query, dv, p.normalize, saved)
-        if not result.out.numel() or not m:
-            result.out.zero_()
-            result.row_sums.zero_()
-            return result
-        if p.normalize:
-            normalization.compute(p, result.row_sums, lambda lifted: forward(lifted, saved, result))
-            return result
+    if not result.out.numel() or not m:
+        result.out.zero_()
+        result.row_sums.zero_()
+        return result
+    if p.normalize and not is_lifted:
+        normalization.compute(p, result.row_sums, lambda lifted: forward(lifted, saved, result, is_lifted=True))
+        return result
     out, weights, row_sums = result
     call = _Call(p, kernels(p.query.dtype))
     call.set_operands(query=p.query, key=p.key, value=p.value)
@@ -75,13 +75,16 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None) -> Re
     target = call.set_result("out", out)
     if weights.numel():
         call.args.saves, call.args.weights = 1, weights.data_ptr()
+    sums = row_sums.contiguous()  # those of a packed sequence are not
     if p.normalize:
-        call.args.normalizes, call.args.weight_sums = 1, row_sums.data_ptr()
+        call.args.normalizes, call.args.weight_sums = 1, sums.data_ptr()
     if not call.args.packs_keys:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
     call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
     if target is not out:
         out.copy_(target[..., :dv])
+    if sums is not row_sums:
+        row_sums.copy_(sums)
     return result
 
 
@@ -129,6 +132,14 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
     bias = _sum_like(score_sums[..., :1], p.bias) if needs_grad.bias else None
     slopes = _sum_like(-score_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
     return Gradients(query, key, value, bias, None, slopes)
+
+
+def differentiate(p: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:
+    """Write the gradients of query, key and value, and add those of bias and slopes."""
+    found = backward(p, grad_out, result, NeedsGrad(*(g is not None for g in gradients)))
+    for i, (memory, gradient) in enumerate(zip(gradients, found, strict=True)):
+        if memory is not None and gradient is not None:
+            memory.copy_(gradient) if i < 3 else memory.add_(gradient)
 
 
 def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
