@@ -523,8 +523,8 @@ def _problem_of_conversion(architecture: str, eager: PreTrainedModel, inputs: di
         return f"converted {[layer.name for layer in report.layers]}"
     learned = [(n.rpartition(".")[2], p.data) for n, p in model.named_parameters() if ".sigmoid_bias." in n]
     torch.manual_seed(0)
-    for name, values in learned:  # c and a are compared; other parameters do nothing at 0
-        values.copy_(values + 0.3 * torch.randn_like(values) if name in ("constant", "slope") else 0)
+    for name, values in learned:  # c and a are compared, with c so large that weights are not softmax's
+        values.add_(0.3 * torch.randn_like(values) + (4.0 if name == "constant" else 0.0))
     if architecture in OWN_REFERENCE:
         for module in eager.modules():
             if isinstance(module, PreTrainedModel):
