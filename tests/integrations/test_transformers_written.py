@@ -128,6 +128,9 @@ class TestReplacedLayers:
         assert not replaced(model)
         eager = self.model()
         assert torch.equal(model(short).last_hidden_state, eager(short).last_hidden_state)
+        removed = self.model("sigmoid")
+        removed.encoder.layer[0].attention.self = None
+        assert replaced(removed) == ["encoder.layer.1.attention.self"]
 
     @pytest.mark.parametrize("keep", [(), ("*layer.1.*",)], ids=["all", "one"])
     def test_they_keep_their_bias_or_softmax(self, keep, tmp_path):

@@ -119,10 +119,10 @@ def follow_replaced_layers() -> None:
     BigBird replaces its block-sparse layers when it runs on a short input.
     """
 
-    def follow(parent: nn.Module, name: str, new: nn.Module) -> None:
+    def follow(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         old: Any = parent._modules.get(name)
         kept = isinstance(getattr(old, ATTRIBUTE, None), KeptSoftmax)
-        if (kept or isinstance(old, CONFIGURED)) and computes_softmax(new) and (kept or replace_class(new)):
+        if new is not None and (replace_class(new) if isinstance(old, CONFIGURED) else kept and computes_softmax(new)):
             for attributes, of in ((vars(new), vars(old)), (new._modules, old._modules)):
                 attributes.update({n: of[n] for n in (ATTRIBUTE, CONFIGS) if n in of})
 
