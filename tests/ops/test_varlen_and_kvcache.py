@@ -135,6 +135,8 @@ def test_a_new_token_sees_the_keys_of_its_sample(backend, normalize):
         for b, n in enumerate(lengths):
             expected = formula(q[b].double(), k[b, :n].double(), v[b, :n].double(), bias, normalize=normalize)
             torch.testing.assert_close(out[b], expected.float())
+    nothing = sigmoid_kvcache_attention(q, k[:, :0], v[:, :0], bias=1.0, backend=backend, **options)
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -21,7 +21,7 @@ from sigattn.ops.problem import (
     in_dtypes,
     new_gradients,
     new_result,
-)  # fmt: skip
+)
 
 # writes the output of a problem and the sums of its rows
 Attend = Callable[[Problem, Result], None]
@@ -92,7 +92,7 @@ def kvcache_forward(attend: Attend, piece: int | None, problem: KVCacheProblem, 
     if piece is not None:
         is_uniform = is_uniform and (_can_fold_heads(p.key, keys[0][1]) and _can_fold_heads(p.value, keys[0][1]))
     size = batch if is_uniform else 1
-    piece_keys = p.capacity
+    piece_keys = max(p.capacity, 1)
     if piece is not None and n * heads <= FEW_ROWS * key_heads:
         piece_keys = max(piece // max(size * key_heads * width, 1), 64)
     folds = n == 1 and p.attn_mask is None and p.alibi_slopes is None and total.out.is_contiguous()
@@ -104,21 +104,16 @@ def kvcache_forward(attend: Attend, piece: int | None, problem: KVCacheProblem, 
         # (nb, Hq, N, ·)
         result = Result(*(t[samples].transpose(1, 2) if t.dim() > 1 else t for t in total))
         if folds:
-            result = Result(*(t.reshape(size, key_heads, -1, t.shape[3]) if t.dim() > 1 else t for t in result))
-
-        def problem_of(start: int, stop: int, part: slice = samples, length: int = length, end: int = end) -> Problem:
-            dense = p.samples(part, start, stop, length, end)
-            return _with_heads_as_rows(dense) if folds else dense
-
-        if stop - first <= piece_keys:
-            attend(problem_of(first, stop), result)
-            continue
+            result = Result(*(t.view(size, key_heads, -1, t.shape[3]) if t.dim() > 1 else t for t in result))
         wide = torch.promote_types(p.query.dtype, torch.float32)
         parts = []
-        for start in range(first, stop, piece_keys):
-            parts.append(Result(*(torch.empty_like(t, dtype=wide) for t in result)))
-            attend(problem_of(start, min(start + piece_keys, stop)), parts[-1])
-        add_parts(parts, result)
+        for start in range(first, max(stop, first + 1), piece_keys):
+            is_whole = stop - first <= piece_keys
+            dense = p.samples(samples, start, min(start + piece_keys, stop), length, end)
+            parts.append(result if is_whole else Result(*(torch.empty_like(t, dtype=wide) for t in result)))
+            attend(_with_heads_as_rows(dense) if folds else dense, parts[-1])
+        if len(parts) > 1:
+            add_parts(parts, result)
     return total
 
 
