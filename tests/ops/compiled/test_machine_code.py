@@ -107,6 +107,16 @@ def test_float32(architecture, d, causal, kernel):
     assert report.shared <= SHARED[architecture], report
 
 
+@pytest.mark.parametrize("kernel", KERNELS if EVERYTHING else [tuning.DQ])
+def test_float32_by_products_of_bfloat16(kernel):
+    """Asynchronous products; the loops spill at most what the measured forward kernel does."""
+    config = tuning.kernel_config(kernel, 90, 128, 4, precision="bf16x6")
+    report = products_are_asynchronous(kernel, 90, "float32", 128, True, config, PRECISION="bf16x6")
+    assert report.tensor_instructions == "HGMMA", report
+    assert report.shared <= SHARED[90], report
+    assert report.loops[0].spills <= (16 if kernel == tuning.FWD else 0), report
+
+
 DECODING = [(100, "float16", 128, PAGES), (90, "bfloat16", 64, {"config": tuning.decode_config(64, 2, 64)})]
 if EVERYTHING:
     DECODING = [(a, t, d, o) for a in SHARED for t in ("bfloat16", "float16") for d in DIMS for o in ({}, PAGES)]

@@ -113,9 +113,6 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     options = common_options(p, heads // max(kv_heads, 1), bias_kind)._replace(
         DROPOUT=p.seed is not None, LENGTHS=sequences.key_lengths is not None, VARLEN=is_packed
     )
-    is_split = options.WGMMA and query.dtype is torch.float32 and max(options.D, options.DV) <= 128
-    if is_split and options.PRECISION == "ieee":
-        options = options._replace(PRECISION="tf32x3")
     mask, blocks = mask_arg(p.attn_mask, batch, heads, n, m), None
     if mask is not None:
         order = "keys" if mask.q == 0 or n == 1 else "keys, queries" if mask.q == 1 and mask.k else "queries, keys"
@@ -130,6 +127,10 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         options = options._replace(BLOCK_Q=mask_blocks.size[0], BLOCK_K=mask_blocks.size[1])
         b, h, q, _ = table.expand(batch, heads, -1, -1).stride()
         blocks = Blocks(table, b, h, q, tiles)
+    width = max(options.D, options.DV)
+    if options.WGMMA and query.dtype is torch.float32 and width <= 128 and options.PRECISION == "ieee":
+        is_plain = not (_fills_registers(options) or options.NORMALIZE)
+        options = options._replace(PRECISION="bf16x6" if is_plain and width > 64 else "tf32x3")
     arguments = common_arguments(p, batch, heads, p.keep_scale) | {
         "bias": bias, "bias_b": bias_b, "bias_h": bias_h, "mask": mask, "blocks": blocks, "sequences": sequences,
         "seed": p.seed, "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
