@@ -189,7 +189,7 @@ def test_every_attention_is_converted_and_its_bias_learns(family):
     assert all(m.training for m in model.modules())
     for name, value in state.items():
         torch.testing.assert_close(model.state_dict()[name], value)
-    assert all(layer.error < 1 for layer in report.layers), report
+    assert all(layer.error < 0.01 for layer in report.layers), report
     copied = pickle.loads(pickle.dumps(model))
     expected = output_of(copied.eval(), batches[0])
     torch.testing.assert_close(output_of(copy.deepcopy(model).eval(), batches[0]), expected)

@@ -15,7 +15,6 @@ from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
 
 ROW, COL = torch.arange(N)[:, None], torch.arange(N)
 BIASES = {"default": lambda: None, "number": lambda: -1.0, "visible": VisibleKeysBias, "fitted": linear_bias}
-SETTINGS = list(itertools.product(BIASES, (True, False)))
 
 
 def weights_by_formula(q, k, seen, added, bias, normalize):
@@ -73,16 +72,15 @@ CALLS = {  # the options of a call, the keys that its queries see, and what is a
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_layers_that_call_pytorchs_function(call):
-    options, seen, *more = CALLS[call]
-    for name, normalize in SETTINGS:
-        layer = Attend().double()
-        convert(layer, bias=BIASES[name](), normalize=normalize)
-        q, k, v = layer.heads(X)
-        bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
+@pytest.mark.parametrize(("name", "normalize"), list(itertools.product(BIASES, (True, False))))
+def test_layers_that_call_pytorchs_function(name, normalize):
+    layer = Attend().double()
+    convert(layer, bias=BIASES[name](), normalize=normalize)
+    q, k, v = layer.heads(X)
+    bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
+    for call, (options, seen, *more) in CALLS.items():
         weights = weights_by_formula(q[:, :, : options.get("queries", N)], k, seen, *(more or [0.0]), bias, normalize)
-        torch.testing.assert_close(layer(X, **options), weights @ v, msg=lambda m, n=(name, normalize): f"{n}: {m}")
+        torch.testing.assert_close(layer(X, **options), weights @ v, msg=lambda m, c=call: f"{c}: {m}")
 
 
 OPTIONS = [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True}, {"add_zero_attn": True},
@@ -105,44 +103,47 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(
+    ("name", "normalize"), [("default", True), ("default", False), ("fitted", True), ("number", False)]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_multihead_attention(options, masks):
+def test_multihead_attention(options, name, normalize):
     """Every query sees the learned key and the key of zeros, which only counts where weights are divided by their sum.
 
     Also of a single sample, if the mask is the same for all.
     """
-    arguments, seen, *more = MASKS[masks]
-    inputs = [torch.randn(B, N, options.get(name, E)).double() for name in ("", "kdim", "vdim")]
-    for name, normalize in SETTINGS:
-        layer = nn.MultiheadAttention(E, H, dtype=torch.float64, **options).eval()
-        convert(layer, bias=BIASES[name](), normalize=normalize)
-        ws = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-        ws = ws if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
-        bs = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, ws, bs, strict=True))
-        if layer.bias_k is not None:
-            k, v = (torch.cat([t, b.expand(B, 1, -1)], 1) for t, b in ((k, layer.bias_k), (v, layer.bias_v)))
-        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
-        if layer.add_zero_attn and normalize:
-            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        own = k.shape[2] - N
-        bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
-        more_logits = F.pad(more[0], (0, own)) if more else 0.0
-        visible = F.pad(seen.expand(-1, -1, -1, N) if seen.dim() == 4 else seen, (0, own), value=True)
-        weights = weights_by_formula(q, k, visible, more_logits, bias, normalize)
+    layer = nn.MultiheadAttention(E, H, dtype=torch.float64, **options).eval()
+    convert(layer, bias=BIASES[name](), normalize=normalize)
+    inputs = [torch.randn(B, N, options.get(size, E)).double() for size in ("", "kdim", "vdim")]
+    ws = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    ws = ws if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
+    bs = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, ws, bs, strict=True))
+    if layer.bias_k is not None:
+        k, v = (torch.cat([t, b.expand(B, 1, -1)], 1) for t, b in ((k, layer.bias_k), (v, layer.bias_v)))
+    q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
+    if layer.add_zero_attn and normalize:
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    own = (0, k.shape[2] - N)
+    bias = layer.sigmoid_bias if name == "fitted" else BIASES[name]()
+    arranged = inputs if layer.batch_first else [t.transpose(0, 1) for t in inputs]
+    for masks, (arguments, seen, *more) in MASKS.items():
+        seen = F.pad(seen.expand(*seen.shape[:-1], N), own, value=True)
+        weights = weights_by_formula(q, k, seen, F.pad(more[0], own) if more else 0.0, bias, normalize)
         expected = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))
-        arranged = inputs if options.get("batch_first") else [t.transpose(0, 1) for t in inputs]
-        for returned, settings in (
-            (weights, {"average_attn_weights": False}), (weights.mean(1), {}), (None, {"need_weights": False})
-        ):  # fmt: skip
-            out, same = layer(*arranged, **arguments, **settings)
-            torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
-            assert (same is None) == (returned is None)
-            if returned is not None:
-                torch.testing.assert_close(same, returned)
+
+        def same(ours, theirs, what=masks):
+            torch.testing.assert_close(ours, theirs, msg=lambda m: f"{what}: {m}")
+
+        for returned, settings in ((weights, {"average_attn_weights": False}), (weights.mean(1), {})):
+            out, average = layer(*arranged, **arguments, **settings)
+            same(average, returned)
+            same(out if layer.batch_first else out.transpose(0, 1), expected)
+        out, none = layer(*arranged, **arguments, need_weights=False)
+        assert none is None
+        same(out if layer.batch_first else out.transpose(0, 1), expected)
         if masks in ("none", "causal"):
-            torch.testing.assert_close(layer(*(t[0] for t in inputs), **arguments)[0], expected[0])
+            same(layer(*(t[0] for t in inputs), **arguments)[0], expected[0])
 
 
 def test_what_is_refused():
