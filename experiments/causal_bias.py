@@ -215,14 +215,17 @@ def plan_jobs(columns: Mapping[str, Column], setting: Setting) -> dict[tuple[str
     """Return the training runs by column, rule and seed; fill in ``setting.identities``."""
     text, held_out = load_text(setting.data), setting.scaled(8, 128, 512)
     rules = RULES if setting.scale != "smoke" else (SOFTMAX, LENGTH, next(iter(OFFSETS)), VISIBLE, ZERO)
+    columns = {n: c for n, c in columns.items() if setting.scale != "smoke" or n in ("GPT-2", "ALiBi", *[*LARGER][:1])}
+    names = [_name(name, rule) for name, column in columns.items() for rule in column.rules if rule in rules]
+    setting.check_variants(names)
     jobs = {}
-    for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
+    for seed in range(max(map(setting.num_seeds, names))):  # outermost: an interrupted sweep has complete seeds
         for name, column in columns.items():
-            if setting.scale == "smoke" and name not in ("GPT-2", "ALiBi", *list(LARGER)[:1]):
-                continue
             sizes, training = column.sizes(setting), replace(column.training(setting), seed=seed)
             data = TextData.from_bytes(text, sizes.max_seq_len, held_out=held_out)
-            for rule in (rule for rule in column.rules if rule in rules):
+            for rule in column.rules:
+                if rule not in rules or seed >= setting.num_seeds(_name(name, rule)):
+                    continue
                 task = ByteLanguageModelling(architecture=column.architecture, rule=rule)
                 identity = cache.identity_hash(task, sizes, training, data.fingerprint, held_out=held_out)
                 if seed == 0:
@@ -338,6 +341,7 @@ EXPERIMENTS = (
         "4 layers of 128 and 256, 256 bytes, 1,000 steps; 3 layers of 96, 128 bytes, 10,000 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
+        unequal_seeds=True,
         count_seeds=count_seeds,
     ),
 )

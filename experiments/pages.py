@@ -18,8 +18,8 @@ from experiments.summaries import SUMMARIES
 from sigattn.data.dataset import DataError
 
 INTRODUCTION = (
-    "Intervals are 95 % (Welch; in conversion, causal-bias (against softmax), embeddings and sigma-accuracy paired by "
-    "seed). "
+    "Intervals are 95 % (Welch; in conversion, causal-bias and causal-bias-larger (against softmax), embeddings and "
+    "sigma-accuracy paired by seed). "
     'Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
     'it lies outside; "equivalent": the interval lies within the tolerance and excludes 0. '
     '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'

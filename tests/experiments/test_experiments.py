@@ -18,6 +18,7 @@ from scipy import stats
 
 from experiments import (
     cache,
+    causal_bias,
     dropped_keys,
     intervals,
     k_summation,
@@ -515,9 +516,19 @@ class TestCommittedPages:
         assert find_experiment("flops").run(Setting("small", 1, self.folder)).data == rows
 
     def test_every_experiment_has_a_page(self):
-        # the page of conversion was of an earlier way of conversion; both are to be run
-        waiting = {"conversion", "causal-bias-larger"}
+        waiting = {"conversion"}  # its page was of an earlier way of conversion; it is to be run again
         assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS) - waiting
+
+
+def test_larger_models_take_seeds_by_run(tmp_path):
+    """Jobs of further seeds are those of the named run alone; a name without a run is refused."""
+    run = "GPT-2, 4 × 128, softmax"
+    setting = Setting("smoke", 1, tmp_path, more_seeds={run: 3})
+    jobs = causal_bias.plan_jobs(causal_bias.LARGER, setting)
+    assert {", ".join(job[:2]) for job in jobs} == set(setting.identities)
+    assert [job for job in jobs if job[2]] == [("GPT-2, 4 × 128", "softmax", 1), ("GPT-2, 4 × 128", "softmax", 2)]
+    with pytest.raises(ExperimentError, match="names 'GPT-2', which"):
+        causal_bias.plan_jobs(causal_bias.LARGER, Setting("smoke", 1, tmp_path, more_seeds={"GPT-2": 2}))
 
 
 def _count_calls(path):
