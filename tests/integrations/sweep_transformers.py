@@ -603,7 +603,9 @@ def write(results: list[Result]) -> None:
         rows = {}
     known = set(tiny.architectures())
     rows = {name: row for name, row in rows.items() if name in known}
-    rows |= {result.architecture: dataclasses.asdict(result) for result in results}
+    # a missing package, such as torchvision, is no result
+    judged = [r for r in results if "ImportError" not in r.why or r.architecture not in rows]
+    rows |= {result.architecture: dataclasses.asdict(result) for result in judged}
     page.write("transformers", f"transformers {transformers.__version__}", list(rows.values()))
 
 
