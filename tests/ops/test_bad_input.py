@@ -148,12 +148,7 @@ class TestWhatIsNotWrong:
         torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
 
     @pytest.mark.parametrize("backend", COMPLETE)
-    def test_inf_and_nan_propagate(self, backend):
-        q, k, v = operands()
-        v[1, 2, 3, 4] = math.inf
-        out = sigmoid_attention(q, k, v, backend=backend)
-        assert (out[1, 2, :, 4] == math.inf).all()
-        assert out.isinf().sum() == 5
+    def test_a_scale_of_zero_times_nan_and_logits_that_overflow(self, backend):
         for n in (5, 40):
             q, k, v = torch.randn(3, 2, 2, n, 16).unbind()
             q[0, 0, 2, 0] = math.nan

@@ -20,10 +20,11 @@ pytest.importorskip("llvmlite")
 from sigattn.ops.llvm import calls, compilation, plan
 from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_processor
 
-# processors whose instructions this one has, one of each kind of registers
+# processors whose instructions this one has, one of each kind of registers; small microtiles compile in less time, and
+# small calls cross their borders
 PROCESSORS = {"this one": host_processor()}
 if torch.cpu.get_capabilities()["architecture"] == "x86_64":
-    PROCESSORS["vectors of 128 bits"] = Processor(NEON._replace(by_element=False), "haswell")
+    PROCESSORS["vectors of 128 bits"] = Processor(NEON._replace(by_element=False, rows=2, columns=1), "haswell")
     if torch.cpu.get_capabilities()["avx512_bw"]:
         PROCESSORS |= {"avx2": Processor(AVX2, "haswell"), "no bfloat16": Processor(AVX512, "skylake-avx512")}
 COMPILED = {name: {} for name in PROCESSORS} | {"this one": calls._compiled}  # kernels of each by dtype
