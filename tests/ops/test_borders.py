@@ -6,23 +6,8 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import SUPPORTING, Case, device_of, path, ways
-from tests.ops.test_correctness import check
+from tests.ops.cases import SUPPORTING, device_of, path, ways
 from tests.ops.truth import formula
-
-SMALL_TILES = {"blocked": "small tiles", "triton": "small tiles", "llvm": "as users meet it"}
-
-
-@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b in SMALL_TILES])
-@pytest.mark.parametrize(("offset", "causal", "window"), [(0, False, (1, 1)), (7, True, (5, -1)), (-9, False, (20, 3))])
-def test_borders_of_a_window_at_the_borders_of_small_tiles(backend, offset, causal, window):
-    """Also of later and earlier queries, of which the backward pass visits other ones for each tile of keys."""
-    with path(SMALL_TILES[backend]):
-        check(
-            Case((1, 1, 1, 49, 49, 8, 8), torch.float32, causal, None, window, None, None, None, False, "contiguous", 3,
-                 offset=offset),
-            backend,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("largest", [2**31 - 1, sys.maxsize, 2**64])

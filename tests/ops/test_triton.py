@@ -13,7 +13,7 @@ from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, bias_tensor
-from sigattn.ops.triton import activation, kernel_args, launch_cache, tuning
+from sigattn.ops.triton import activation, kernel_args, launch_cache, tile, tuning
 from tests.ops.cases import device_of, path
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -251,6 +251,42 @@ def test_fast_sigmoid_is_used_on_nvidia_gpus_only(monkeypatch):
     assert kernel_args.sigmoid_form(fast) == "fast"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert kernel_args.sigmoid_form(fast) == "accurate"
+
+
+@kernels.jit
+def _tile_bounds_of(numbers, out, HAS_LEFT: language.constexpr, HAS_RIGHT: language.constexpr):
+    at = language.arange(0, 1024)
+    first, last, length = (
+        language.load(numbers + at),
+        language.load(numbers + 1024 + at),
+        language.load(numbers + 2048 + at),
+    )
+    left, right = language.load(numbers + 3072 + at), language.load(numbers + 4096 + at)
+    start, full_start, full_stop, stop = tile.tile_bounds(first, last, length, left, right, 16, HAS_LEFT, HAS_RIGHT)
+    language.store(out + at, start + 0 * at)
+    language.store(out + 1024 + at, full_start + 0 * at)
+    language.store(out + 2048 + at, full_stop + 0 * at)
+    language.store(out + 3072 + at, stop + 0 * at)
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+@pytest.mark.parametrize("has_right", [False, True])
+def test_tiles_that_a_window_shows(has_left, has_right):
+    """Visited are the tiles in which a query sees a key, and without a mask those in which all queries see all keys."""
+    low, high = torch.tensor([-20, 1, 0, 0, 0]), torch.tensor([60, 33, 97, 41, 41])
+    numbers = (torch.rand(1024, 5) * (high - low)).int() + low.int()
+    numbers[:, 1] += numbers[:, 0]
+    found = torch.empty(4, 1024, dtype=torch.int32, device=DEVICE)
+    _tile_bounds_of[(1,)](numbers.T.contiguous().to(DEVICE), found, has_left, has_right)
+    first, last, length, left, right = numbers.view(1024, 5, 1, 1).unbind(1)
+    i, j = torch.arange(-20, 92).view(-1, 1), torch.arange(96)
+    exists = (i >= first) & (i < last)
+    sees = (j < length) & (~exists | ((j >= i - left) | (not has_left)) & ((j <= i + right) | (not has_right)))
+    tiles = torch.arange(0, 96, 16)
+    start, full_start, full_stop, stop = found.cpu().view(4, 1024, 1)
+    some = (sees & exists).any(1).view(1024, 6, 16).any(-1)
+    assert torch.equal(((tiles >= start) & (tiles < stop))[some.any(1)], some[some.any(1)])
+    assert torch.equal((tiles >= full_start) & (tiles < full_stop), sees.all(1).view(1024, 6, 16).all(-1))
 
 
 @kernels.jit
