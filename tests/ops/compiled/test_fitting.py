@@ -139,3 +139,24 @@ def test_a_candidate_that_is_measured_is_not_replaced():
             pytest.raises(RuntimeWarning, match="smaller tiles"),
         ):
             call()
+
+
+@pytest.mark.parametrize(
+    ("options", "d", "dtype", "expected"),
+    [
+        ((), 128, torch.float32, {"PRECISION": {"bf16x6"}}),
+        ((), 64, torch.float32, {"PRECISION": {"tf32x3"}}),
+        (("bool mask",), 128, torch.float32, {"PRECISION": {"tf32x3"}}),  # tiles with a mask would not fit
+        (("normalize",), 128, torch.float32, {"PRECISION": {"tf32x3"}}),
+        (("dropout",), 64, torch.bfloat16, {"SIGMOID": {"rcp"}}),
+        (("mask",), 64, torch.bfloat16, {"SIGMOID": {"rcp"}, "TMA": {True}}),
+        (("mask", "causal"), 64, torch.bfloat16, {"SIGMOID": {"paired"}, "TMA": {False}}),
+        (("softcap",), 64, torch.bfloat16, {"SOFTCAP": {"absolute"}}),
+        (("softcap",), 64, torch.float32, {"SOFTCAP": {"relative"}}),
+    ],
+)
+def test_what_options_choose_on_hopper(options, d, dtype, expected):
+    with standin_driver.gpu(90, compiles=False) as launched:
+        Call(options, d=d, dtype=dtype)()
+    for name, values in expected.items():
+        assert {getattr(x.options, name) for x in launched} == values, name
