@@ -51,6 +51,13 @@ def test_what_is_launched_compiles_and_fits(architecture, call):
                 assert not machine_code.advisories(machine_code.ptxas_log(x.compiled.asm["ptx"], 90)), x.name
 
 
+def test_a_mask_on_amd():
+    """No kernel has PTX there: the compiler would end the process."""
+    with standin_driver.gpu("gfx942") as launched:
+        Call(("mask",), d=16)()
+    assert {x.name for x in launched} == {"fwd_kernel", "bwd_dq_kernel", "bwd_dkdv_kernel"}
+
+
 def most_spilled(call):
     """Return the allowed spills of loops: a few addresses at the edges of heads of 256, more with options."""
     width = max(call.d, call.dv or 0)
