@@ -105,13 +105,16 @@ def check(option: str, dtype_name: str, d: int, normalize: bool) -> dict[str, An
     heads_and_rows = ((h, n), (kv_heads, m), (kv_heads, m), (h, n))
     tensors = [random(b, heads, rows, d, dtype=dtype, seed=i) for i, (heads, rows) in enumerate(heads_and_rows)]
     arguments = arguments_of(option, (b, h, n, m), dtype) | {"normalize": normalize}
-    before, tuning.TMA_MIN_WEIGHTS = tuning.TMA_MIN_WEIGHTS, 0
+    before = tuning.TMA_MIN_WEIGHTS, tuning.HOPPER_CONFIGS
+    always: dict[str, Any] = {"min_keys": 1, "min_causal_keys": 1, "min_fill": 0.0}
+    tuning.TMA_MIN_WEIGHTS = 0
+    tuning.HOPPER_CONFIGS = {name: config._replace(**always) for name, config in tuning.HOPPER_CONFIGS.items()}
     try:
         found = [
             results_of(tensors, option, "triton", **arguments) for _ in range(4)
         ]  # seen, recorded, twice from the cache
     finally:
-        tuning.TMA_MIN_WEIGHTS = before
+        tuning.TMA_MIN_WEIGHTS, tuning.HOPPER_CONFIGS = before
 
     def wide(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -211,8 +214,8 @@ def plain_times() -> Iterator[tuple[dict[str, Any], Case]]:
                     "cuDNN": softmax(SDPBackend.CUDNN_ATTENTION, is_causal=causal),
                     "flash": softmax(SDPBackend.FLASH_ATTENTION, is_causal=causal),
                 }
-                if d > 64:
-                    calls |= {f"{x}, portable": without_gluon(calls[x]) for x in ("sigmoid", "sigmoid, normalize")}
+                gluon = ("sigmoid", "sigmoid, normalize") if d > 64 else ("sigmoid",)
+                calls |= {f"{x}, portable": without_gluon(calls[x]) for x in gluon}
                 about = {"n": n, "head_dim": d, "causal": causal, "batch_size": shape[0]}
                 yield about, (calls, shape, torch.bfloat16)
 

@@ -70,7 +70,11 @@ def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
         for kernel in kernels_of(architecture, d, dtype)
         for causal in (False, True)
     ]
-    if 90 in config.architectures and "bfloat16" in config.dtypes and launch_hopper.WIDTH in config.head_dims:
+    if (
+        90 in config.architectures
+        and "bfloat16" in config.dtypes
+        and max(launch_hopper.WIDTHS.values()) in config.head_dims
+    ):
         kernels += static_hopper.compile_all()
     rows = [kernel.to_row() for kernel in kernels]
     for architecture in config.architectures:

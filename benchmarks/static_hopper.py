@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import machine_code
 from benchmarks.compiled_kernel import CompiledKernel, summarize
-from sigattn.ops.hopper.launch import HELD, ROWS, WARP_GROUPS, WIDTH
+from sigattn.ops.hopper.launch import HELD, ROWS, WARP_GROUPS, WIDTHS
 from sigattn.ops.triton import tuning
 from sigattn.ops.triton.kernel_args import IN_ROWS
 
@@ -19,7 +19,7 @@ def compile_all() -> list[CompiledKernel]:
         compile_kernel(kernel, causal, config, normalize)
         for kernel, config in tuning.HOPPER_CONFIGS.items()
         for causal, normalize in ((False, False), (True, False), (True, True))
-        if not (normalize and kernel == tuning.DKDV)
+        if not (normalize and kernel in (tuning.DKDV, tuning.FUSED))
     ]
 
 
@@ -32,12 +32,13 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from sigattn.ops.hopper import backward, forward
+    from sigattn.ops.hopper import backward, backward_fused, forward
 
     functions: dict[str, Any] = {
         tuning.FWD: forward.hopper_fwd_kernel,
         tuning.DKDV: backward.hopper_bwd_dkdv_kernel,
         tuning.DQ: backward.hopper_bwd_dq_kernel,
+        tuning.FUSED: backward_fused.hopper_bwd_fused_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, causal, config, normalize)
     source = GluonASTSource(functions[kernel], signature, constants)
@@ -45,10 +46,10 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     if line := missing_fence(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128  # of a thread of a group of four warps
-    shape = (ROWS, config.block) if kernel != tuning.DKDV else (config.block, ROWS)
+    shape = (ROWS, config.block) if kernel in (tuning.FWD, tuning.DQ) else (config.block, ROWS)
     tile = tuning.Config(*shape, 4 + 4 * WARP_GROUPS[kernel], config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", normalize" if normalize else "")
-    described = {"kernel": name, "dtype": "bfloat16", "head_dim": WIDTH, "causal": causal}
+    described = {"kernel": name, "dtype": "bfloat16", "head_dim": WIDTHS[kernel], "causal": causal}
     found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
     loops = [replace(x, all=x.all - x.selects, selects=0.0) for x in found.loops]
@@ -63,7 +64,7 @@ def _signature(
     from sigattn.ops.hopper.common import HopperOptions, Scales
 
     options = HopperOptions(
-        WIDTH,
+        WIDTHS[kernel],
         config.block,
         config.stages,
         CAUSAL=causal,
@@ -79,8 +80,9 @@ def _signature(
             signature[name], constants[(at,)] = "constexpr", options
         elif name in IN_ROWS:
             rows = ROWS if name in HELD[kernel] else config.block
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {WIDTH}],{layout!r}>"
+            dtype, bits = ("fp32", 32) if kernel == tuning.FUSED and name == "grad_query" else ("bf16", 16)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {WIDTHS[kernel]}],{layout!r}>"
         elif normalize and name in ("row_sums", "row_terms"):
             signature[name] = "*fp32"
         elif name in ("bias", "row_sums", "row_terms"):

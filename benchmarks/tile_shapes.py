@@ -40,7 +40,6 @@ def hopper_candidates(kernel: str) -> list[HopperConfig]:
     """Return the configurations of a Hopper kernel that are worth measuring: memory and registers suffice."""
     default = tuning.HOPPER_CONFIGS[kernel]
     configs = [HopperConfig(64, 2), HopperConfig(64, 3)]
-    others = {"paired": "paired-rcp", "paired-rcp": "paired"}
     configs += [default._replace(persistent_keys=n) for n in (0, 1 << 30)]
-    configs += [default._replace(sigmoid=others[default.sigmoid])]
+    configs += [default._replace(sigmoid=form) for form in ("paired", "paired-rcp", "rcp")]
     return list(dict.fromkeys(configs))

@@ -123,7 +123,7 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     architecture, itemsize = kernel_args.architecture(gpu.device()), DTYPES[config.dtype].itemsize
     portable = tuning.kernel_config(case.kernel, architecture, case.head_dim, itemsize, True)
     found: list[Candidate] = [portable, *tile_shapes.candidates(case.kernel, case.head_dim)]
-    if architecture == 90 and case.head_dim == launch_hopper.WIDTH:
+    if architecture == 90 and case.head_dim == launch_hopper.WIDTHS[case.kernel]:
         found = [tuning.HOPPER_CONFIGS[case.kernel], *tile_shapes.hopper_candidates(case.kernel), *found]
     found = list(dict.fromkeys(found))
     return found if config.max_candidates is None else found[: 1 + config.max_candidates]
@@ -231,7 +231,7 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
         return config
 
     special = {changed: candidate} if isinstance(candidate, tuning.HopperConfig) else {}
-    if special and not launch_hopper.supports(kernel_args.prepare(problem), inputs.grad_out):
+    if special and not launch_hopper.supports(kernel_args.prepare(problem), changed, inputs.grad_out):
         raise provenance.BenchmarkError("the Hopper kernels do not support this problem")
     try:
         tuning.kernel_config, tuning.HOPPER_CONFIGS, tuning.TMA_MIN_WEIGHTS = kernel_config, special, 0

@@ -22,7 +22,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("broadcasting", "nested", "reference", "scalars", "vmap")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward")),
     *(f"sigattn.ops.triton.{name}" for name in ("rows", "scores", "tile")),
-    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "common", "forward")),
+    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "backward_fused", "common", "forward")),
     *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "padding", "validation", "varlen")),
     "sigattn.nn.functional",
     *(f"sigattn.nn.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys", "written_softmax")),

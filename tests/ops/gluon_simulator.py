@@ -6,6 +6,7 @@ when it is issued. A buffer overwritten too early, a wait for the wrong phase of
 wait therefore causes a wrong number, an error or a deadlock. New memory is NaN.
 """
 
+import functools
 import random
 import threading
 import types
@@ -61,6 +62,12 @@ class Shared:
 
     def permute(self, order):
         return Shared(self.data.permute(order))
+
+    def slice(self, start, length, axis):
+        return Shared(self.data.narrow(axis, start, length))
+
+    def load(self, _layout):
+        return Value(self.data.clone())
 
     def store(self, value):
         self.data.copy_(_raw(value))
@@ -129,9 +136,10 @@ class Descriptor:
         out[here] = self.tensor[there]
         return out
 
-    def write(self, at, data):
+    def write(self, at, data, add=False):
+        assert min(at) >= 0, "TMA stops the kernel if a tile that it writes begins at a negative index"
         there, here = self._overlap(at)
-        self.tensor[there] = data[here]
+        self.tensor[there] = data[here] + (self.tensor[there] if add else 0)
 
     def _overlap(self, at):
         sizes = [max(0, min(b, n - a)) for a, b, n in zip(at, self.block, self.tensor.shape, strict=True)]
@@ -154,7 +162,7 @@ class Simulator:
         self.running = self.failed = None
         self.waiting = {}  # by thread: whether it is ready
         self.products = {}  # by thread
-        self.stores = {}
+        self.stores = {}  # issued, by thread
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
@@ -238,8 +246,8 @@ class Simulator:
 
     # -- what kernels call --------------------------------------------------------------------------------------------
 
-    def wait(self, barrier, phase):
-        self.pause(lambda: barrier.phase != phase)
+    def wait(self, barrier, phase, pred=True):
+        self.pause(lambda: not pred or barrier.phase != phase)
 
     def expect(self, barrier, size):
         barrier.settle(arrivals=1, size=size)
@@ -261,12 +269,11 @@ class Simulator:
         self.actions.append(copy)
         self.pause()
 
-    def store(self, descriptor, at, slot):
+    def store(self, descriptor, at, slot, add=False):
         own = self.stores.setdefault(threading.get_ident(), [])
 
         def copy():
-            descriptor.write(at, slot.data)
-            own.remove(copy)
+            descriptor.write(at, slot.data, add)
 
         own.append(copy)
         self.actions.append(copy)
@@ -274,7 +281,8 @@ class Simulator:
 
     def store_wait(self, pendings):
         own = self.stores.setdefault(threading.get_ident(), [])
-        self.pause(lambda: len(own) <= pendings)
+        due = own[: max(0, len(own) - pendings)]
+        self.pause(lambda: not any(copy in self.actions for copy in due))
 
     def mma(self, a, b, acc, use_acc=True, is_async=False):
         assert is_async
@@ -319,7 +327,8 @@ class Simulator:
         def called(name):  # a function of PyTorch on numbers in registers
             return lambda x, *args: Value(getattr(torch, name)(_raw(x), *args))
 
-        nothing = dict.fromkeys(("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout"), lambda *_: None)
+        layouts = "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "DotOperandLayout"
+        nothing = dict.fromkeys(layouts, lambda *_, **__: None)
         gl = types.SimpleNamespace(
             **nothing, **{name: called(name) for name in ("exp2", "sum", "reshape", "permute")},
             **{name: getattr(torch, name) for name in ("int32", "int64", "float32")},
@@ -346,7 +355,7 @@ class Simulator:
             "gl": gl, "tl": gl,  # in functions of the portable kernels
             "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": self.mma, "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": self.mma_wait, "fence_async_shared": self.pause,
-            "special_reciprocal": called("reciprocal"),
+            "special_reciprocal": called("reciprocal"), "add_by_tma": functools.partial(self.store, add=True),
         }  # fmt: skip
 
     def run(self, module, kernel, programs, **arguments):

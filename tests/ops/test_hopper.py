@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from benchmarks import tile_shapes
 from sigattn.ops.gradients import NeedsGrad
-from sigattn.ops.hopper import backward, forward
+from sigattn.ops.hopper import backward, backward_fused, forward
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
@@ -53,7 +53,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
-        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, launch_hopper.WIDTH])
+        launch_hopper, "descriptor", lambda t, rows, width: gluon_simulator.Descriptor(t, [1, 1, rows, width])
     )
     return simulated
 
@@ -119,7 +119,46 @@ def test_both_passes(simulated, monkeypatch, causal, size, config, dtype):
     assert simulated.started == {"hopper_fwd_kernel", *BACKWARD}
 
 
-@pytest.mark.parametrize("sigmoid", ["paired-rcp", "paired"])
+FUSED = [
+    (HopperConfig(64, 3, "rcp"), torch.bfloat16, 64),
+    (HopperConfig(64, 2, "paired-rcp", persistent_keys=300), torch.float16, 40),
+]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("config", "dtype", "d"), FUSED)
+def test_one_kernel_for_all_gradients(simulated, monkeypatch, config, dtype, d, size, causal):
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, config)
+    monkeypatch.setattr(launch_hopper, "_MANY_TURNS", 1)
+    p, grad = problem_of(*size, causal, dtype, d)
+    for simulated.order in ORDERS:
+        check_backward(p, grad)
+    assert simulated.started == {"hopper_bwd_fused_kernel"}
+
+
+def test_calls_that_keep_two_kernels(simulated, monkeypatch):
+    """Those whose results have to repeat, of few keys or small heads, with other gradients or not with all."""
+    monkeypatch.setitem(
+        tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_keys=71, min_causal_keys=70)
+    )
+    p, grad = problem_of(70, 70, True, torch.bfloat16, d=64)
+    check_backward(p._replace(deterministic=True), grad)
+    check_backward(p, grad, needs=(True, True, False))
+    check_backward(p, grad, needs=(True, True, True, True))
+    for keys, causal, d in ((69, True, 64), (70, False, 64), (70, True, 32)):
+        check_backward(*problem_of(70, keys, causal, torch.bfloat16, d))
+    assert not simulated.started
+    check_backward(p, grad)
+    assert simulated.started == {"hopper_bwd_fused_kernel"}
+    simulated.started.clear()
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_fill=0.85))
+    for causal in (True, False):  # a tile for two multiprocessors
+        check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64))
+    assert not simulated.started
+
+
+@pytest.mark.parametrize("sigmoid", ["paired-rcp", "paired", "rcp"])
 def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, HopperConfig(64, 2, sigmoid=sigmoid))
     p, _ = problem_of(130, 130, False, torch.bfloat16)
@@ -129,9 +168,11 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     assert out.isnan().sum() == 72
 
 
-def test_the_tables(simulated):
-    """Every configuration in the tables, with tiles of 128 features that heads fill or do not."""
-    for d in (80, 128):
+def test_the_tables(simulated, monkeypatch):
+    """Every configuration in the tables, with tiles of 64 and 128 features that heads fill or do not."""
+    fused = tuning.HOPPER_CONFIGS[tuning.FUSED]
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, fused._replace(min_keys=1, min_causal_keys=1, min_fill=0))
+    for d in (40, 64, 80, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         check_forward(p)
         check_backward(p, grad)
@@ -174,23 +215,26 @@ CANDIDATES = [(k, c) for k in tuning.HOPPER_CONFIGS for c in tile_shapes.hopper_
 def test_each_kernel_on_a_gpu(monkeypatch, kernel, config, dtype, d):
     """Every candidate, and at larger sizes the configurations in the tables, compared with the formula."""
     sizes = [*SIZES, (1024, 1024), (4096, 5000)] if config == tuning.HOPPER_CONFIGS[kernel] else SIZES
-    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: config})
+    always = config._replace(min_keys=1, min_causal_keys=1, min_fill=0.0)
+    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", {kernel: always})
     monkeypatch.setattr(tuning, "TMA_MIN_WEIGHTS", 0)
     for size in sizes:
         for causal in (False, True):
-            p, grad = problem_of(*size, causal, dtype, d=d, heads=8, key_heads=4)
+            width = d if kernel != tuning.FUSED else {72: 40, 128: 64}[d]
+            p, grad = problem_of(*size, causal, dtype, d=width, heads=8, key_heads=4)
             p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
             what = f"{kernel} {config} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
-            assert launch_hopper.supports(kernel_args.prepare(p), grad)
+            assert launch_hopper.supports(kernel_args.prepare(p), kernel, grad)
             if kernel == tuning.FWD:
                 check_forward(p, what)
             else:
-                check_backward(p, grad, needs=[kernel == k for k in (tuning.DQ, tuning.DKDV, tuning.DKDV)], what=what)
+                needs = [kernel in (k, tuning.FUSED) for k in (tuning.DQ, tuning.DKDV, tuning.DKDV)]
+                check_backward(p, grad, needs=needs, what=what)
 
 
 def test_unsupported_problems(simulated):
     p, _ = problem_of(130, 130, True, torch.bfloat16)
-    assert launch_hopper.supports(kernel_args.prepare(p))
+    assert launch_hopper.supports(kernel_args.prepare(p), tuning.FWD)
     others = [
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
@@ -206,9 +250,11 @@ def test_unsupported_problems(simulated):
         p._replace(**{name: getattr(p, name)[..., :64] for name in ("query", "key", "value")}),
     ]
     for other in others:
-        assert not launch_hopper.supports(kernel_args.prepare(other))
+        assert not launch_hopper.supports(kernel_args.prepare(other), tuning.FWD)
 
 
+ERRORS = (AssertionError, DeadlockError)
+MODULES = {"forward": forward, "backward": backward, "fused": backward_fused}
 # pass, a line without which it is wrong, with its indent, and the error; None if a number is wrong in some order
 MISTAKES = {
     "slot overwritten too early": ("forward", 12, "mbarrier.wait(memory.k_empty.index(slot), phase)", AssertionError),
@@ -220,22 +266,41 @@ MISTAKES = {
         "forward", 8, "tma.store_wait(0)  # the store of the last turn has read its slot", None,
     ),
     "keys loaded too early": ("backward", 8, "mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)", None),
+    "dS overwritten too early": (
+        "fused", 12, "mbarrier.wait(memory.ds_empty.index(buffer), count // 2 & 1 ^ 1)", ERRORS,
+    ),
+    "dS never released": ("fused", 12, "mbarrier.arrive(memory.ds_empty.index(buffer))", DeadlockError),
+    "keys of the third group never released": (
+        "fused", 12, "mbarrier.arrive(memory.keys_empty.index(slot))", DeadlockError,
+    ),
+    "tile overwritten while it is added": (
+        "fused", 12, "tma.store_wait(1)  # the tile before the last has been read", None,
+    ),
+    "keys of the third group overwritten": (
+        "fused", 12, "mbarrier.wait(memory.keys_empty.index(slot), parity ^ 1)", ERRORS,
+    ),
+    "results overwritten too early": (
+        "fused", 8, "tma.store_wait(0)  # the results of the last turn have been read", None,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_simulator_finds_mistakes(simulated, monkeypatch, mistake):
     direction, indent, line, error = MISTAKES[mistake]
-    source, line = inspect.getsource(forward if direction == "forward" else backward), f"{' ' * indent}{line}\n"
+    source, line = inspect.getsource(MODULES[direction]), f"{' ' * indent}{line}\n"
     assert line in source
     source = source.replace(line, "").replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
     simulated.module = types.ModuleType("changed")
     names = vars(simulated.module)
     names["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else names["plain"]
     exec(compile(source, "changed", "exec"), names)
-    config = HopperConfig(64, 3 if "queries" in mistake else 2)
+    config = HopperConfig(64, 3 if "queries" in mistake or "group" in mistake else 2)
     monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(tuning.HOPPER_CONFIGS, config))
-    p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
+    size = (256, 256)
+    if direction == "fused":  # four turns of a program, for keys short ones
+        size = (60 if "keys" in mistake else 256, 900)
+    p, grad = problem_of(*size, False, torch.bfloat16, 72 if direction != "fused" else 64, key_heads=2)
     exact = [formula(p, torch.float64)] if direction == "forward" else gradients(p, grad, torch.float64)
 
     def is_wrong(order):

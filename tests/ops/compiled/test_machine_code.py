@@ -132,7 +132,9 @@ def test_decoding(architecture, dtype, d, options):
     assert report.tensor_instructions == ("HGMMA" if report.config.block_m == 64 else "HMMA"), report
 
 
-GLUON = [(k, causal, causal and k != tuning.DKDV) for k in tuning.HOPPER_CONFIGS for causal in (False, True)]
+GLUON = [
+    (k, causal, causal and k in (tuning.FWD, tuning.DQ)) for k in tuning.HOPPER_CONFIGS for causal in (False, True)
+]
 
 
 @pytest.mark.parametrize(("kernel", "causal", "normalize"), GLUON if EVERYTHING else GLUON[1::2])
@@ -143,7 +145,7 @@ def test_gluon_kernels(kernel, causal, normalize):
     assert report.spills <= 16, report  # a few addresses, outside the loop
     assert report.shared <= SHARED[90], report
     assert report.tensor_instructions == "HGMMA", report
-    assert report.loops[0].special <= 1.6, report
+    assert report.loops[0].special <= (2.1 if kernel == tuning.FUSED else 1.6), report
 
 
 def test_without_the_volatile_accumulator_products_are_serialised():

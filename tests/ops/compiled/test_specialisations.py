@@ -60,7 +60,9 @@ def test_lengths_are_not_compiled_for(monkeypatch, option, layout, tma):
             problem = Problem(t, t, t, **given(n))
             launch.forward(problem)
             launch.backward(problem, t, needs)
-        assert counts(launched) == dict.fromkeys(("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"), expected)
+        found = counts(launched)
+        assert found.pop("hopper_bwd_fused_kernel", 1) == 1  # of long plain calls
+        assert found == dict.fromkeys(("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"), expected)
 
 
 def test_head_dims_that_are_no_multiples_of_16():

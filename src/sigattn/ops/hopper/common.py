@@ -101,6 +101,10 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
     z = logits * scales.z + bias
     if OPT.SIGMOID == "fast":
         p = fast_sigmoid(logits * (scales.z * Z_TO_HALF) + bias * Z_TO_HALF)
+    elif OPT.SIGMOID == "rcp":
+        p = special_reciprocal(1.0 + gl.exp2(z))
+        if OPT.SHIFTED:
+            p = p * (1.0 / scales.unit)
     else:  # two neighbours, both in one thread, share a reciprocal
         gl.static_assert(OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-rcp")
         e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))

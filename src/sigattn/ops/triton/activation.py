@@ -9,8 +9,8 @@ measured ones):
                                   the special-function unit, which is not the bottleneck; P is 1e-18 below that
     paired-rcp 1½ MUFU, 4 others  the same, with all reciprocals by the special-function unit: less work, faster where
                                   products leave it time, as in the backward pass
-    rcp        2 MUFU, 2 others   2e-7; the fewest instructions where masks or dropout take many of their own, and those
-                                  of a weight do not depend on its neighbour
+    rcp        2 MUFU, 2 others   2e-7; the fewest instructions: where masks or dropout take many of their own and those
+                                  of a weight do not depend on its neighbour, and in Gluon's kernel of all gradients
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
     fast       1 MUFU, 1 other    unbounded as P → 0, because the error is absolute; tanh.approx, as in the paper's
                                   kernel (App. F); NVIDIA only

@@ -7,7 +7,7 @@ With a soft cap, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and 
 ``bwd_dkdv_kernel``: a program holds a tile of keys and walks the queries that see them; tiles are (keys, queries), so
 that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of queries and walks the keys.
 Both add in a fixed order, so results repeat bitwise. That is seven products; five, with dQ added atomically by the
-first kernel, took longer on an H100.
+first kernel, took longer on an H100 (but see ``hopper/backward_fused.py``).
 
 With NORMALIZE, W = P / t is in dV and dS instead of P, where t is the sum of the row, and dO · O is subtracted from dP.
 ``bwd_dq_kernel`` runs first and computes what both need of a row.

@@ -92,6 +92,9 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
         terms = row_sums.new_empty(launch.heads if packed else launch.batch * launch.heads, pitch, 4)
         launch.arguments |= {"row_terms": terms, "pitch": pitch}
     sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
+    needs_all = needs_grad.query and needs_grad.key and needs_grad.value and not sums
+    if needs_all and not (p.normalize or p.deterministic) and _use_hopper(launch, tuning.FUSED, grad_out):
+        return Gradients(*launch_hopper.run_fused(launch), None, None, None)
     dq_on_hopper = needs_grad.query and not sums and _use_hopper(launch, tuning.DQ, grad_out)
     gradients = _dq(launch, needs_grad._replace(query=needs_grad.query and not dq_on_hopper), out, row_sums)
     if dq_on_hopper:
@@ -105,7 +108,9 @@ def _use_hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> 
     """Return True if a kernel of ``ops.hopper`` is in use and supports the problem."""
     if kernel == tuning.DKDV and launch.problem.normalize:  # numbers of each row: too few registers for them in Gluon
         return False
-    return kernel in tuning.HOPPER_CONFIGS and launch.may_use_tma and launch_hopper.supports(launch, grad_out)
+    if kernel not in tuning.HOPPER_CONFIGS or not launch.may_use_tma:
+        return False
+    return launch_hopper.supports(launch, kernel, grad_out) and launch_hopper.is_worthwhile(launch, kernel)
 
 
 def _dkdv(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None]:
