@@ -19,7 +19,7 @@ def compile_all() -> list[CompiledKernel]:
         compile_kernel(kernel, causal, config, normalize)
         for kernel, config in tuning.HOPPER_CONFIGS.items()
         for causal, normalize in ((False, False), (True, False), (True, True))
-        if not (normalize and kernel in (tuning.DKDV, tuning.FUSED))
+        if not (normalize and kernel in (tuning.DKDV, tuning.FUSED, tuning.FWD_64))
     ]
 
 
@@ -36,6 +36,7 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
 
     functions: dict[str, Any] = {
         tuning.FWD: forward.hopper_fwd_kernel,
+        tuning.FWD_64: forward.hopper_fwd_kernel,
         tuning.DKDV: backward.hopper_bwd_dkdv_kernel,
         tuning.DQ: backward.hopper_bwd_dq_kernel,
         tuning.FUSED: backward_fused.hopper_bwd_fused_kernel,
@@ -46,7 +47,7 @@ def compile_kernel(kernel: str, causal: bool, config: tuning.HopperConfig, norma
     if line := missing_fence(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128  # of a thread of a group of four warps
-    shape = (ROWS, config.block) if kernel in (tuning.FWD, tuning.DQ) else (config.block, ROWS)
+    shape = (ROWS, config.block) if kernel in (tuning.FWD, tuning.FWD_64, tuning.DQ) else (config.block, ROWS)
     tile = tuning.Config(*shape, 4 + 4 * WARP_GROUPS[kernel], config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", normalize" if normalize else "")
     described = {"kernel": name, "dtype": "bfloat16", "head_dim": WIDTHS[kernel], "causal": causal}

@@ -14,7 +14,7 @@ from sigattn.ops.triton import launch_cache, tuning
 from tests.ops import calls, standin_driver
 from tests.ops.calls import Call
 
-FUSED = {tuning.FUSED: tuning.HOPPER_CONFIGS[tuning.FUSED]._replace(min_keys=1, min_fill=0)}
+SMALL_HEADS = {k: tuning.HOPPER_CONFIGS[k]._replace(min_keys=1, min_fill=0) for k in (tuning.FWD_64, tuning.FUSED)}
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
 KINDS = [  # architecture, call, settings of the tables
     (80, Call(), {}),
@@ -25,7 +25,7 @@ KINDS = [  # architecture, call, settings of the tables
     (90, Call(d=256), {}),  # dK and dV apart
     (90, Call(("causal",), d=128), {"TMA_MIN_WEIGHTS": 0}),  # Gluon
     (90, Call(d=80), {"TMA_MIN_WEIGHTS": 0}),
-    (90, Call(), {"TMA_MIN_WEIGHTS": 0, "HOPPER_CONFIGS": FUSED}),
+    (90, Call(), {"TMA_MIN_WEIGHTS": 0, "HOPPER_CONFIGS": SMALL_HEADS}),
     (90, Call(("bias tensor", "normalize"), d=128), {"TMA_MIN_WEIGHTS": 0}),
     (90, Call(("causal", "normalize")), {}),
     (90, Call(("bool mask", "slopes")), {}),

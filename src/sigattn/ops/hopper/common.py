@@ -73,14 +73,18 @@ class HeadBias(NamedTuple):
 
 
 @gluon.jit
-def reciprocal_of_some(d):
-    """Return 1/d; the same numbers as ``activation.reciprocal_of_some``."""
+def reciprocal_of_some(d, OPT: gl.constexpr):
+    """Return 1/d, a quarter ("paired": the same as ``activation.reciprocal_of_some``) or half of them by MUFU."""
     ROWS: gl.constexpr = d.shape[0]
     COLUMNS: gl.constexpr = d.shape[1]
     fours = gl.permute(gl.reshape(d, (ROWS, COLUMNS // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
     x, y = gl.split(fours)
-    u, v = gl.split(x)
-    r = gl.join(gl.join(special_reciprocal(u), reciprocal(v)), reciprocal(y))
+    if OPT.SIGMOID == "paired":
+        u, v = gl.split(x)
+        x = gl.join(special_reciprocal(u), reciprocal(v))
+    else:
+        x = special_reciprocal(x)
+    r = gl.join(x, reciprocal(y))
     r = gl.reshape(gl.permute(r, (0, 1, 3, 4, 2)), (ROWS, COLUMNS))
     return gl.convert_layout(r, d.type.layout, assert_trivial=True)
 
@@ -106,11 +110,12 @@ def weights(logits, scales, bias, i, j, edge, OPT: gl.constexpr):
         if OPT.SHIFTED:
             p = p * (1.0 / scales.unit)
     else:  # two neighbours, both in one thread, share a reciprocal
-        gl.static_assert(OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-rcp")
+        gl.static_assert(OPT.SIGMOID == "paired" or OPT.SIGMOID == "paired-half" or OPT.SIGMOID == "paired-rcp")
         e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         d = 1.0 + e
-        r = reciprocal_of_some(d * f + d) if OPT.SIGMOID == "paired" else special_reciprocal(d * f + d)
+        product = d * f + d  # (1 + e) (1 + f)
+        r = special_reciprocal(product) if OPT.SIGMOID == "paired-rcp" else reciprocal_of_some(product, OPT)
         if OPT.SHIFTED:
             r = r * (1.0 / scales.unit)
         p = gl.reshape(gl.join(r * f + r, r * d), z.shape)

@@ -1,4 +1,4 @@
-"""Forward kernel for Hopper: three groups of warps with 64 queries each.
+"""Forward kernel for Hopper: three groups of warps (four for heads of up to 64 features) with 64 queries each.
 
 P V of a tile runs while its group computes the weights of the next one. The groups issue their products in turn, by a
 baton that each passes to the next, so that while one group computes weights, the products of the others run. With
@@ -163,7 +163,7 @@ def hopper_fwd_kernel(
     query, key, value, out, row_sums, bias, bias_b, bias_h, len_q, len_k, heads, batch_heads, section, query_offset,
     scales, OPT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of tiles of 192 queries, and with NORMALIZE the sums of rows; arguments as in common.py."""
+    """Compute the output of 64 queries of each group, with NORMALIZE also sums of rows; arguments as in common.py."""
     GROUPS: gl.constexpr = OPT.WARP_GROUPS
     own_shape: gl.constexpr = [GROUPS, 1, 1, OPT.ROWS, OPT.D]
     ring_shape: gl.constexpr = [OPT.STAGES, 1, 1, OPT.BLOCK, OPT.D]
@@ -184,14 +184,27 @@ def hopper_fwd_kernel(
     turns = num_turns(gl.cdiv(len_q, GROUPS * OPT.ROWS) * batch_heads, OPT)
     sizes = Sizes(len_q, len_k, heads, query_offset, batch_heads, section, turns)
     bias = HeadBias(bias, bias_b, bias_h)
-    gl.static_assert(GROUPS == 3)
-    gl.warp_specialize(
-        [
-            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
-            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
-            (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
-            (produce, (query, key, value, memory, sizes, OPT)),
-        ],
-        [4, 4, 4],
-        [160, 160, 24],  # registers of a thread
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
+                (produce, (query, key, value, memory, sizes, OPT)),
+            ],
+            [4, 4, 4],
+            [160, 160, 24],  # registers of a thread
+        )
+    else:
+        gl.static_assert(GROUPS == 4)
+        gl.warp_specialize(
+            [
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(0), OPT)),
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(1), OPT)),
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(2), OPT)),
+                (consume, (out, row_sums, bias, memory, sizes, scales, gl.constexpr(3), OPT)),
+                (produce, (query, key, value, memory, sizes, OPT)),
+            ],
+            [4, 4, 4, 4],
+            [112, 112, 112, 24],
+        )

@@ -12,11 +12,13 @@ from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.triton import kernel_args, launch_cache, tuning
 from sigattn.ops.triton.kernel_args import IN_ROWS, Launch
 
-WIDTHS = {tuning.FWD: 128, tuning.DKDV: 128, tuning.DQ: 128, tuning.FUSED: 64}  # of the tiles
+WIDTHS = {tuning.FWD: 128, tuning.FWD_64: 64, tuning.DKDV: 128, tuning.DQ: 128, tuning.FUSED: 64}  # of the tiles
 ROWS = 64  # queries or keys of a group of warps
-WARP_GROUPS = {tuning.FWD: 3, tuning.DKDV: 2, tuning.DQ: 2, tuning.FUSED: 2}  # with rows of their own
+# with rows of their own
+WARP_GROUPS = {tuning.FWD: 3, tuning.FWD_64: 4, tuning.DKDV: 2, tuning.DQ: 2, tuning.FUSED: 2}
 HELD = {  # tensors of which a group holds a tile, in which its results may be stored; tiles of the others are walked
     tuning.FWD: ("query", "out"),
+    tuning.FWD_64: ("query", "out"),
     tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
     tuning.DQ: ("query", "grad_out", "grad_query"),
     tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
@@ -40,6 +42,9 @@ def supports(prepared: Launch, name: str, grad_out: Tensor | None = None) -> boo
         torch.bfloat16: o.BIAS == "number" or not prepared.arguments["bias"].row_stride,
         torch.float16: o.BIAS == "number" and o.SIGMOID != "fast",
     }
+    # only these were measured
+    if name == tuning.FWD_64 and (o.NORMALIZE or o.SIGMOID != "accurate" or p.query.dtype is not torch.bfloat16):
+        return False
     if not (o.WGMMA and has_size and has_bias.get(p.query.dtype, False)) or has_options or is_windowed:
         return False
     return all(kernel_args.fits_tma(t) for t in (p.query, p.key, p.value, grad_out) if t is not None)
@@ -113,6 +118,7 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
 
     kernel = {
         tuning.FWD: forward.hopper_fwd_kernel,
+        tuning.FWD_64: forward.hopper_fwd_kernel,
         tuning.DKDV: backward.hopper_bwd_dkdv_kernel,
         tuning.DQ: backward.hopper_bwd_dq_kernel,
         tuning.FUSED: backward_fused.hopper_bwd_fused_kernel,

@@ -7,6 +7,7 @@ measured ones):
                                   rounding is 5e-4 (float16) and 4e-3 (bfloat16)
     paired     1⅛ MUFU, 6 others  the same: 1/a = b · 1/(ab), one reciprocal for two neighbours, a quarter of them by
                                   the special-function unit, which is not the bottleneck; P is 1e-18 below that
+    paired-half 1¼ MUFU, 5 others the same, with half of the reciprocals by the special-function unit (Gluon only)
     paired-rcp 1½ MUFU, 4 others  the same, with all reciprocals by the special-function unit: less work, faster where
                                   products leave it time, as in the backward pass
     rcp        2 MUFU, 2 others   2e-7; the fewest instructions: where masks or dropout take many of their own and those

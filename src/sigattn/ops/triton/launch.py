@@ -70,9 +70,10 @@ def forward(problem: Problem | VarlenProblem) -> Result:
         row_sums.zero_()  # rows of no sequence have no program
     if not out.numel():
         return result
-    on_hopper = _use_hopper(launch, tuning.FWD)
+    hopper_kernel = tuning.FWD if o.D > 64 else tuning.FWD_64
+    on_hopper = _use_hopper(launch, hopper_kernel)
     if on_hopper:
-        launch_hopper.run(launch, tuning.FWD, out=out, row_sums=row_sums)
+        launch_hopper.run(launch, hopper_kernel, out=out, row_sums=row_sums)
     if p.normalize or not on_hopper:
         _run(launch, tuning.FWD, out=out, row_sums=row_sums, REPAIR=on_hopper)
     return result
