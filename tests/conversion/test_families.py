@@ -353,7 +353,18 @@ class Experts(nn.Linear):
         return x * super().forward(x).softmax(-1) @ self.weight
 
 
-@pytest.mark.parametrize("kind", [lambda: Both(Experts(16, 16)), Gated])
+class Inside(Attend):
+    """Attention with such a layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts(16, 16)
+
+    def forward(self, x):
+        return self.experts(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [lambda: Both(Experts(16, 16)), Gated, Inside])
 def test_a_softmax_that_is_no_attention_stays_and_the_rest_is_restored_with_an_example(kind):
     model, new, by_code = kind(), kind(), kind()
     report = convert(model, list(X))

@@ -597,40 +597,14 @@ class Gated(nn.Module):
         return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
-class Both(Fused):
-    """With a softmax that is no attention, of a layer inside or in the same forward."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.gate = Gated() if inside else None
-
-    def forward(self, x):
-        return self.combine(x, super().forward(x))
-
-    def combine(self, x, attended):
-        return self.gate(attended) if self.gate is not None else attended * self.qkv(x)[..., :8].softmax(-1)
-
-
-class TestWhatIsNoAttention:
-    def test_an_example_and_code_without_a_matrix_product_tell_a_router_apart(self):
-        net = Net(Fused(), Gated())
-        expected = net.layers[1](truth(net.layers[0]))
-        assert replace(net, (X,))[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
-        torch.testing.assert_close(net(X), expected)
-        report = replace(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
-        assert [r.name for r in report if r.outcome != "converted"] == ["layers.1", "layers.2.1"]
-
-    @pytest.mark.parametrize("inside", [True, False])
-    def test_a_layer_with_both(self, inside):
-        layer = Both(inside)
-        attended = mixer(base=Fused)()
-        attended.load_state_dict(layer.state_dict(), strict=False)
-        expected = layer.combine(X, truth(attended))
-        assert replace(layer, (X,)) == [
-            converted("", "Both", SDPA),
-            SoftmaxLayer("gate" if inside else "", "Gated" if inside else "Both", "softmax", "not attention"),
-        ]
-        torch.testing.assert_close(layer(X), expected)
+def test_an_example_and_code_without_a_matrix_product_tell_a_router_apart():
+    """Both in one layer: test_families.py."""
+    net = Net(Fused(), Gated())
+    expected = net.layers[1](truth(net.layers[0]))
+    assert replace(net, (X,))[1] == SoftmaxLayer("layers.1", "Gated", "softmax", "not attention")
+    torch.testing.assert_close(net(X), expected)
+    report = replace(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
+    assert [r.name for r in report if r.outcome != "converted"] == ["layers.1", "layers.2.1"]
 
 
 class Flagged(Mixer):
