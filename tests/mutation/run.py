@@ -48,6 +48,7 @@ LIKELY = {
     "normalization": "test_normalization tests/distributed/test_context_parallel.py",
     "nested": "test_nested",
     "sharding": "tests/distributed/test_context_parallel.py",
+    "packed": "test_varlen_and_kvcache tests/test_flash.py tests/flash",
     "problem": "test_problem test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights test_borders test_dropout test_statistics",
     "scalars": "test_scalars test_bad_input",
