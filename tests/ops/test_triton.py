@@ -325,11 +325,12 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
     assert_as_good_as_formula(cached.transpose(1, 2).cpu(), truth, rough)
 
 
-def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_compiled_graphs_stay_on_the_device():
     """A CUDA graph of a compiled model would replay the recorded value of a number on the CPU."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled = torch.compile(lambda query: bias_tensor(-1.0, query), backend="eager", fullgraph=True)
     query = torch.empty(1, device="meta", dtype=torch.float16)
-    assert bias_tensor(-1.0, query).shape == (1, 1, 1, 1)
-    assert (bias_tensor(-1.0, query).device, bias_tensor(-1.0, query).dtype) == (query.device, torch.float32)
-    assert bias_tensor(-1.0, query.double()).dtype == torch.float64
-    assert bias_tensor(-1.0, torch.empty(1)).shape == ()
+    for given, dtype in ((query, torch.float32), (query.double(), torch.float64)):
+        found = compiled(given)
+        assert (found.shape, found.device, found.dtype) == ((1, 1, 1, 1), query.device, dtype)
+    assert compiled(torch.empty(1)).shape == ()
