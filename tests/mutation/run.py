@@ -58,6 +58,7 @@ LIKELY = {
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",
+    "packed": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/test_flash.py",
     "varlen": "test_varlen_and_kvcache tests/test_flash.py tests/flash test_autograd test_pytorch",
 }
 
