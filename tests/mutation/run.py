@@ -48,7 +48,7 @@ LIKELY = {
     "normalization": "test_normalization tests/distributed/test_context_parallel.py",
     "nested": "test_nested",
     "sharding": "tests/distributed/test_context_parallel.py",
-    "packed": "test_varlen_and_kvcache tests/test_flash.py tests/flash",
+    "packed": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/test_flash.py tests/flash",
     "problem": "test_problem test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights test_borders test_dropout test_statistics",
     "scalars": "test_scalars test_bad_input",
@@ -58,7 +58,6 @@ LIKELY = {
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",
-    "packed": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/test_flash.py",
     "varlen": "test_varlen_and_kvcache tests/test_flash.py tests/flash test_autograd test_pytorch",
 }
 
