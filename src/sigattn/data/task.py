@@ -40,8 +40,7 @@ class Task(ABC):
 
     def build(self, model: Any) -> nn.Module:
         """Return the module to train: the model of a configuration and any layers that the objective adds."""
-        module: nn.Module = model.build()
-        return module
+        return model.build()
 
     def check(self, model: Any) -> nn.Module:
         """Build the module on the meta device and return it; raise SettingsError if settings do not fit together."""

@@ -96,8 +96,7 @@ def context_parallel_attention(
         options["bias"] = bias - NORMALIZED_MARGIN if normalize else bias
     problem = make_problem(Problem, query, key, value, **options)
     ring = Ring(sharding, mesh.get_group(), backend)
-    out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
-    return out
+    return ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
 
 
 @dataclass(frozen=True)

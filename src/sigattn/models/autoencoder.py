@@ -109,5 +109,4 @@ class MaskedAutoencoder(Transformer):
         x = torch.cat([cls, self.position(torch.cat([x, mask], 1).gather(1, index))], 1)
         for block in self.blocks:
             x = self.run_block(block, x)
-        result: Tensor = self.output(self.norm(x[:, cls.shape[1] :]))
-        return result
+        return self.output(self.norm(x[:, cls.shape[1] :]))

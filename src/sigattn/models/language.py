@@ -123,8 +123,7 @@ class LanguageModel(Transformer):
             x = self.run_block(block, x, cache=cache[i] if cache else None, documents=documents)
         x = self.norm(x)
         if self.output is not None:
-            result: Tensor = self.output(x)  # a module, which may have been replaced (LoRA, quantisation)
-            return result
+            return self.output(x)  # a module, which may have been replaced (LoRA, quantisation)
         if self.embedding.weight.is_meta and not x.is_meta:  # F.linear would return uninitialised memory
             raise RuntimeError(
                 "tie_embeddings=True needs the embedding's weights for the output, too, and they were offloaded: keep "

@@ -60,10 +60,8 @@ class Transformer(nn.Module):
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             if not torch.compiler.is_compiling():  # compiled, recomputation does not update buffers
                 options["context_fn"] = lambda: (nullcontext(), unchanged_running_stats(block))
-            checkpointed: Tensor = checkpoint(block, x, use_reentrant=False, **options)
-            return checkpointed
-        result: Tensor = block(x, **options)
-        return result
+            return checkpoint(block, x, use_reentrant=False, **options)
+        return block(x, **options)
 
     def attention_report(self, *inputs: object, **options: object) -> list[AttentionStatistics]:
         """Return row mass, output norm, largest logit and sparsity of each attention layer for one forward.

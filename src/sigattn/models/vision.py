@@ -119,8 +119,7 @@ class ViT(Transformer):
 
     def forward(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch outputs"]:
         """Return the logits of the classes, or the features if there are no classes."""
-        result: Tensor = self.output(self.features(images))
-        return result
+        return self.output(self.features(images))
 
     def features(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch embed_dim"]:
         """Return the pooled features, the input of the linear output."""
@@ -141,8 +140,7 @@ class ViT(Transformer):
         x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
         # an exported program takes all sizes alike: a comparison would restrict it to other sizes, or to this one
         if not c.dynamic_img_size or (not torch.compiler.is_exporting() and rows == columns == c.grid_size):
-            result: Tensor = self.position(x)
-            return result
+            return self.position(x)
         return _resized(self.position, c, x, rows, columns)
 
     def encode(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch tokens embed_dim"]:
@@ -151,8 +149,7 @@ class ViT(Transformer):
             x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         for block in self.blocks:
             x = self.run_block(block, x)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 class ImageSinusoids(nn.Module):
@@ -196,5 +193,4 @@ def _resized(position: nn.Module, config: ViTConfig, x: Tensor, rows: int, colum
         encoding = F.interpolate(encoding, (rows, columns), mode="bicubic", antialias=True).flatten(2).mT
         return x + encoding.to(x.dtype)
     resized = make_position(config.position, config.embed_dim, rows, columns)
-    result: Tensor = resized.to(x.device).train(position.training)(x)
-    return result
+    return resized.to(x.device).train(position.training)(x)

@@ -291,8 +291,7 @@ class Attention(nn.Module):
             self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
         if self.record == "everything":
             self.statistics = functional.statistics(self.activation, query, key, value, spec)
-        result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
-        return result
+        return self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
 
     def _check_call(
         self, x: Tensor, kv_input: Tensor | None, key_lengths: Tensor | None, cache: KVCache | None,
@@ -391,8 +390,7 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
         if self.activation == "performer":
-            out: Tensor = self.performer(query, key, value, spec.key_lengths)
-            return out
+            return self.performer(query, key, value, spec.key_lengths)
         if self.sequence_shard is not None:
             return self.sequence_shard.attend(query, key, value, **spec.operator_options())
         return self.attention_fn(self.activation, query, key, value, spec)

@@ -102,8 +102,7 @@ class Block(nn.Module):
         if self.norm_placement == "post":
             attended = self.attention(x, key_lengths=key_lengths, cache=cache, documents=documents)
             x = self.attention_norm(x + self.attention_branch(attended))
-            result: Tensor = self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
-            return result
+            return self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
         normed = self.attention_norm(x)
         attended = self.attention(normed, key_lengths=key_lengths, cache=cache, documents=documents)
         x = x + self.attention_branch(attended)

@@ -46,8 +46,7 @@ class ConvolutionModule(nn.Module):
             valid = (torch.arange(x.shape[1], device=x.device) < lengths[:, None].to(x.device)).unsqueeze(1)
             y = y * valid
         y = F.silu(self.norm(self.depthwise(y), valid))
-        result: Tensor = self.dropout(self.output(y.transpose(1, 2)))
-        return result
+        return self.dropout(self.output(y.transpose(1, 2)))
 
 
 class ConformerBlock(nn.Module):
@@ -92,5 +91,4 @@ class ConformerBlock(nn.Module):
         x = x + scales[1](self.attention_dropout(self.attention(norms[1](x), key_lengths=key_lengths)))
         x = x + scales[2](self.convolution(norms[2](x), key_lengths))
         x = x + 0.5 * scales[3](self.last(norms[3](x)))
-        result: Tensor = norms[4](x)
-        return result
+        return norms[4](x)

@@ -47,8 +47,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
         """Apply the layer to each position."""
-        result: Tensor = self.output(F.silu(self.gate(x)) * self.value(x))
-        return result
+        return self.output(F.silu(self.gate(x)) * self.value(x))
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
@@ -89,5 +88,4 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
         """Apply the layer to each position."""
         hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))
-        result: Tensor = self.dropout(self.output(hidden))
-        return result
+        return self.dropout(self.output(hidden))

@@ -160,8 +160,7 @@ class QuadraticBias(VisibleKeysLinearBias):
         """Return the bias for ``visible`` and ``query``, which must be given: (B, num_heads, N, 1), as above."""
         if query is None:
             raise ValueError(f"{type(self).__name__} depends on the queries: pass query")
-        bias: Tensor = super().forward(visible=visible) + self.query_term(query)
-        return bias
+        return super().forward(visible=visible) + self.query_term(query)
 
     def scaled(self, output: Tensor) -> Tensor:
         return (output * self.row_scale(output)).to(output.dtype)

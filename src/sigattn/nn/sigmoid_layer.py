@@ -205,8 +205,7 @@ class _SigmoidMode(TorchFunctionMode):
 def sigmoid_weights(layer: SigmoidLayer, call: WrittenSoftmax) -> Tensor:
     """Return the weights that a layer gets in the place of a softmax that it writes out, (..., M)."""
     if not torch.compiler.is_compiling() and has_torch_function_unary(call.logits):  # a mode observes the model
-        weights: Tensor = handle_torch_function(sigmoid_weights, (call.logits,), layer, call)
-        return weights
+        return handle_torch_function(sigmoid_weights, (call.logits,), layer, call)
     bias, normalize = layer.attention_settings()
     if isinstance(bias, CallObserver):
         return bias.answer_written(with_heads(call, layer))
