@@ -115,7 +115,7 @@ def test_generating(option, value, message, run, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "run.json was written by another version of sigattn (format None; this version reads 2)"),
+        ("{}", "run.json has the format None of another version of sigattn, and this version reads 2"),
         ('{"format": 2}', "run.json lacks data, model, recipe, task, tokenizer, training"),
         ("[]", "run.json must hold a JSON object, got list"),
         ("not JSON", "run.json is no JSON"),

@@ -22,14 +22,22 @@ class FileFormatError(UserError):
     """A file does not have the expected content; the message is one line and names the file."""
 
 
-def read_json_object(path: Path, **keys: type | tuple[type, ...]) -> dict[str, Any]:
-    """Return the object in a JSON file; raise FileFormatError unless it has these keys with values of these types."""
+def read_json_object(path: Path, *, version: int | None = None, **keys: type | tuple[type, ...]) -> dict[str, Any]:
+    """Return the object in a JSON file; raise FileFormatError unless it has these keys with values of these types.
+
+    A ``version`` is the number that "format" must have in files whose format changes.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise FileFormatError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    if version is not None and content.get("format") != version:
+        raise FileFormatError(
+            f"{path.name} has the format {content.get('format')} of another version of sigattn, and this version reads "
+            f"{version}"
+        )
     if missing := keys.keys() - content.keys():
         raise FileFormatError(f"{path} lacks {', '.join(sorted(missing))}")
     for key, kind in keys.items():

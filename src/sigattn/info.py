@@ -14,27 +14,19 @@ from sigattn.ops.problem import Problem
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def list_devices() -> list[torch.device]:
-    """Return the CPU and all accelerators that PyTorch can use."""
-    devices = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        devices += [torch.device(f"{kind}:{i}") for i in range(torch.accelerator.device_count())]
-    return devices
-
-
 def describe() -> str:
     """Return the text that ``sigattn info`` prints."""
-    devices = list_devices()
+    kind = torch.accelerator.current_accelerator()
+    accelerators = [torch.device(f"{kind}:{i}") for i in range(torch.accelerator.device_count())]
     lines = [
         f"sigattn {sigattn.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"CPU: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"{torch.backends.cpu.get_cpu_capability()}",
-        *(f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else d.type}" for d in devices[1:]),
+        *(f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else d.type}" for d in accelerators),
     ]
-    if len(devices) == 1:
+    if not accelerators:
         lines.append("no accelerator that PyTorch can use")
-    for device in devices:
+    for device in (torch.device("cpu"), *accelerators):
         lines += [f"\non {device}:", *_backends(device)]
     return "\n".join(lines)
 

@@ -46,19 +46,13 @@ def _explanation(error: BaseException, extra: str) -> str:
         chain.append(link)
     for link in chain:
         if "torchvision::" in str(link):
+            torchvision, torch = (importlib.metadata.version(name) for name in ("torchvision", "torch"))
             return (
-                f"torchvision {_version('torchvision')} cannot be imported next to torch {_version('torch')} ({link}): "
-                "they are builds for different devices or versions. Install both from one index, or uninstall "
-                "torchvision, which only timm and folders of images need"
+                f"torchvision {torchvision} cannot be imported next to torch {torch} ({link}): they are builds for "
+                "different devices or versions. Install both from one index, or uninstall torchvision, which only timm "
+                "and folders of images need"
             )
     missing = next((e.name for e in chain if isinstance(e, ModuleNotFoundError) and e.name), None)
     if missing is not None:
         return f"this needs {missing}: pip install 'sigattn[{extra}]'"
     return f"{chain[-1]} (installed by pip install 'sigattn[{extra}]')"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"

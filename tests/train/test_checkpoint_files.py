@@ -83,7 +83,7 @@ def test_other_files_than_were_saved_are_reported(tmp_path, change):
         message = "SHA256SUMS is damaged"
     else:
         (path / "about.json").write_text('{"format": 1, "settings": {"learning_rate": 0.1}, "step": 1}\n')
-        message = r"\(start in another run folder\): it has the format 1 of another version of sigattn"
+        message = r"\(start in another run folder\): about\.json has the format 1 of another version of sigattn"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(path, *trained(), SETTINGS, ProcessMesh())
 

@@ -140,7 +140,6 @@ def _saves_all_layers(recipe: Recipe) -> bool:
 
 
 def _with_fine_tuning(recipe: Recipe, options: ConvertConfig) -> Recipe:
-    """Return the recipe with the settings of the fine-tuning."""
     steps = options.steps
     return recipe.with_training(
         max_steps=max(steps, 1),

@@ -113,15 +113,9 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
             f"cannot read the run in {folder}: it holds no run.json; name a folder of sigattn train or convert"
         )
     try:
-        version = files.read_json_object(folder / RUN).get("format")
-        if version != FORMAT:
-            raise files.FileFormatError(
-                f"run.json was written by another version of sigattn (format {version}; this version reads {FORMAT})"
-            )
-        path_or_none = files.TEXT_OR_NONE
-        about = files.read_json_object(
-            folder / RUN, recipe=str, data=path_or_none, tokenizer=path_or_none, model=dict, task=dict, training=dict
-        )
+        keys: dict[str, Any] = dict.fromkeys(("data", "tokenizer"), files.TEXT_OR_NONE)
+        keys |= dict.fromkeys(("model", "task", "training"), dict)
+        about = files.read_json_object(folder / RUN, version=FORMAT, recipe=str, **keys)
         recipe = find_recipe(about["recipe"])
         parts = {"model": type(recipe.model), "task": type(recipe.task), "training": TrainConfig}
         settings: dict[str, Any] = {name: saving.from_dict(kind, about[name]) for name, kind in parts.items()}

@@ -104,7 +104,6 @@ class TextData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the tokens."""
         return self._fingerprint
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
@@ -155,7 +154,6 @@ class StreamedText(Data):
 
     @property
     def fingerprint(self) -> str:
-        """Name and sizes."""
         return f"{self.name}, windows of {self.seq_len}, {self.held_out} held out"
 
     def _batch(self, rows: list[list[int]]) -> Batch:

@@ -47,22 +47,19 @@ def all_gather_rows(rows: Tensor) -> tuple[Tensor, int]:
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes = [int(c) for c in counts]
     first = sum(sizes[: dist.get_rank()])
-    return _AllGatherRows.apply(rows, first, sum(sizes)), first
+    zeros = [rows.new_zeros(n, *rows.shape[1:]) for n in (first, sum(sizes) - first - len(rows))]
+    return AllReduceSum.apply(torch.cat([zeros[0], rows, zeros[1]])), first
 
 
-class _AllGatherRows(torch.autograd.Function):
-    """Rows of all processes: the sum of arrays in which each process has its own rows, and zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, first: int, total: int) -> Tensor:
-        ctx.rows = slice(first, first + len(rows))
-        gathered = rows.new_zeros(total, *rows.shape[1:])
-        gathered[ctx.rows] = rows
-        dist.all_reduce(gathered)
-        return gathered
+class AllReduceSum(torch.autograd.Function):
+    """Sum over all processes. Each process uses the sum, so the gradient is the sum of the processes' gradients."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        total = grad.contiguous().clone()
+    def forward(_: Any, x: Tensor) -> Tensor:
+        total = x.clone()
         dist.all_reduce(total)
-        return total[ctx.rows], None, None
+        return total
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return AllReduceSum.apply(grad.contiguous())

@@ -133,7 +133,6 @@ class ProcessMesh:
         return values
 
     def barrier(self) -> None:
-        """Wait for all processes (barrier)."""
         if self.world_size > 1:
             dist.barrier()
 

@@ -103,7 +103,6 @@ def _forward(ring: Ring, problem: Problem) -> Result:
 
 
 def _of_rows(result: Result, rows: slice) -> Result:
-    """Return views of some rows of a result."""
     return Result(*(t[:, :, rows] if t.numel() else t for t in result))
 
 

@@ -70,7 +70,6 @@ class LanguageModelConfig(TransformerConfig):
         return (torch.randint(self.vocab_size, (batch_size, self.max_seq_len)),)
 
     def make_block(self, layer: int) -> Block:
-        """Create the block of a layer, 0 … num_layers - 1."""
         position = self.make_position(self.position, get_args(Position))
         return self.make_transformer_block(layer, position, causal=True, max_seq_len=self.max_seq_len)
 

@@ -76,7 +76,6 @@ class SpeechModelConfig(TransformerConfig):
         return torch.randn(batch_size, 60, self.num_mel_bins), torch.linspace(60, 41, batch_size).long()
 
     def make_block(self, layer: int) -> Block | ConformerBlock:
-        """Create the block of a layer, 0 … num_layers - 1."""
         position = self.make_position(self.position, get_args(Position), "split")
         if self.block_kind == "transformer":
             return self.make_transformer_block(layer, position, causal=False, max_seq_len=None)

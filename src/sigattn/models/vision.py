@@ -80,7 +80,6 @@ class ViTConfig(TransformerConfig):
         return self.grid_size**2 + (self.pool == "cls")
 
     def make_block(self, layer: int) -> Block:
-        """Create the block of a layer, 0 … num_layers - 1."""
         return self.make_transformer_block(layer, None, causal=False, max_seq_len=self.num_tokens)
 
 

@@ -80,7 +80,6 @@ class ConstantBias(AttentionBias):
         self.value: float = scalars.real(type(self).__name__, "value", value)
 
     def forward(self, num_queries: int, num_keys: int, **_: Any) -> float:
-        """Return the number."""
         return self.value
 
     def extra_repr(self) -> str:

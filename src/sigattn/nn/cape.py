@@ -82,7 +82,6 @@ class Cape(_Augmented):
         return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {super().extra_repr()}"
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
-        """Add the encoding."""
         index = torch.arange(x.shape[1], device=x.device, dtype=torch.float32).expand(x.shape[:2])
         if self.training:
             index = index + _uniform(x.shape[:2], self.max_local_shift, x.device)

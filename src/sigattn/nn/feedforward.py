@@ -46,7 +46,6 @@ class SwiGLU(nn.Module):
         self.output: nn.Linear = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
-        """Apply the layer to each position."""
         return self.output(F.silu(self.gate(x)) * self.value(x))
 
 
@@ -86,6 +85,5 @@ class MLP(nn.Module):
         return f"activation={self.activation!r}"
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
-        """Apply the layer to each position."""
         hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))
         return self.dropout(self.output(hidden))

@@ -34,7 +34,6 @@ class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` with its scale cast to the input's dtype, so that it is one fused operation under autocast."""
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Divide by the root mean square of the features."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
@@ -43,7 +42,6 @@ class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with its parameters cast to the input's dtype, as mixed-precision FSDP needs."""
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Subtract the mean of the features and divide by their standard deviation."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)

@@ -44,7 +44,8 @@ class PerformerFeatures(nn.Module):
         features, head_dim = self.directions.shape
         if self.directions.device.type == "meta":
             return
-        blocks = [_random_rotation(head_dim) for _ in range(-(-features // head_dim))]
+        # uniformly distributed rotations
+        blocks = [nn.init.orthogonal_(torch.empty(head_dim, head_dim)) for _ in range(-(-features // head_dim))]
         lengths = torch.randn(features, head_dim).norm(dim=-1, keepdim=True)
         self.directions.copy_(torch.cat(blocks)[:features] * lengths)
 
@@ -82,9 +83,3 @@ class PerformerFeatures(nn.Module):
     def _exponents(self, x: Tensor) -> Tensor:
         """Return log φ(x) = ω·x - |x|²/2."""
         return x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
-
-
-def _random_rotation(dim: int) -> Tensor:
-    """Return a uniformly distributed orthogonal matrix."""
-    q, r = torch.linalg.qr(torch.randn(dim, dim))
-    return q * r.diagonal().sign()  # the signs of q alone are those of LAPACK's algorithm: q[0, 0] is never positive

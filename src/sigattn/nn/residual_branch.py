@@ -28,7 +28,6 @@ class LayerScale(nn.Module):
         return f"{len(self.weight)}, init_values={self.init_values:g}"
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Multiply each feature by its factor."""
         return x * self.weight
 
 

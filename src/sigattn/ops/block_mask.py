@@ -151,7 +151,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _convert(mask: Any) -> Blocks:
-    """Return the blocks of a ``BlockMask``."""
     (n, m), (size_q, size_k) = mask.seq_lengths, mask.BLOCK_SIZE
     counts, indices = mask.kv_num_blocks, mask.kv_indices
     shape = tuple(counts.shape[:-1])

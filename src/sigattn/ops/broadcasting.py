@@ -70,7 +70,6 @@ def flatten(
 
 
 def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, refuse: _Refuse) -> int:
-    """Return the number of heads of the output."""
     heads, of_key, of_value = (t.shape[-3] for t in (query, key, value))
     if enable_gqa:
         for name, count in (("key", of_key), ("value", of_value)):

@@ -235,7 +235,6 @@ class Operator(Generic[P]):
         return new_result(problem.query, problem.value.shape[-1], has_sums, saved)
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """Return the derivative of the forward op."""
         if grad_out is None:
             return (None,) * self.num_tensors
         needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])

@@ -51,7 +51,6 @@ def _language(
 def _of_table(
     name: str, *texts: str, max_seq_len: int, steps: int, batch_tokens: int = MILLION, embed_dim: int, **model: Any
 ) -> Recipe:
-    """Return a recipe of Table "lm_training_details"."""
     config = LanguageModelConfig(
         vocab_size=32_768, max_seq_len=max_seq_len, embed_dim=embed_dim,
         mlp_dim=256 * math.ceil(8 * embed_dim / 3 / 256), position="alibi", **model,

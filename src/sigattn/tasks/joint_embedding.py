@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.data.task import Task, no_batches
-from sigattn.distributed.collectives import all_gather_rows
+from sigattn.distributed.collectives import AllReduceSum, all_gather_rows
 from sigattn.models.vision import ViT, ViTConfig
 from sigattn.nn.batch_norm import BatchNorm
 from sigattn.validation import SettingsError, check_at_least, check_positive
@@ -35,29 +35,15 @@ class SyncBatchNorm(BatchNorm):
             return super().forward(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         ones = x.new_full((1,), float(len(x)))
-        total = _Sum.apply(torch.cat((ones, x.sum(0))))  # (1 + C,)
+        total = AllReduceSum.apply(torch.cat((ones, x.sum(0))))  # (1 + C,)
         count, mean = total[0], total[1:] / total[0]
         centred = x - mean
-        variance = _Sum.apply(centred.square().sum(0)) / count  # (C,); in one pass, E[x²] - E[x]² would cancel
+        variance = AllReduceSum.apply(centred.square().sum(0)) / count  # (C,); in one pass, E[x²] - E[x]² would cancel
         self.update_running_stats(mean.detach(), variance.detach(), count.detach())
         out = centred * torch.rsqrt(variance + self.eps)
         if self.affine:
             out = out * self.weight + self.bias
         return out.to(input.dtype)
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over all processes. Each process uses the sum, so the gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _Sum.apply(grad.contiguous())
 
 
 def projector(widths: list[int]) -> nn.Sequential:

@@ -28,7 +28,6 @@ class MaskedAutoencoding(Task):
         return module.get_submodule("encoder")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the reconstruction error of the masked patches (``reconstruction_error``)."""
         return reconstruction_error(batch[0], *module(batch[0]))
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:

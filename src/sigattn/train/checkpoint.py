@@ -114,6 +114,8 @@ def load(
 
     Raises CheckpointError if the checkpoint is damaged, or comes from a run with another configuration.
     """
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     step, saved = _open(path, processes)
@@ -127,7 +129,9 @@ def load(
             "in another run folder"
         )
     tensors, model, optim = _state(module, optimizer, average)
-    _read_tensors(path, tensors, processes)
+    reader, no_dist = HuggingFaceStorageReader(str(path)), processes.world_size == 1
+    with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
+        checkpoint.load(tensors, storage_reader=reader, no_dist=no_dist)
     with _ignore_warnings():
         set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
     if average is not None:
@@ -138,15 +142,10 @@ def load(
 def _open(path: Path, processes: ProcessMesh) -> tuple[int, dict[str, Any]]:
     """Check the files of a checkpoint; return its number of steps and settings."""
     with _errors_on_all_processes(_cannot_read(path), processes):
-        version = files.read_json_object(path / ABOUT).get("format")
-        if version != FORMAT:
-            raise files.FileFormatError(
-                f"it has the format {version} of another version of sigattn, and this version reads {FORMAT}"
-            )
+        about = files.read_json_object(path / ABOUT, version=FORMAT, step=int, settings=dict)
         if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
             raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
         files.check_files(path, _file_names(path)[_part_of(processes)])
-        about = files.read_json_object(path / ABOUT, step=int, settings=dict)
     return about["step"], about["settings"]
 
 
@@ -188,14 +187,6 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proce
     writer = HuggingFaceStorageWriter(str(folder), file_of_tensor, save_distributed=True)
     with _ignore_warnings():
         save(written, storage_writer=writer, no_dist=processes.world_size == 1)
-
-
-def _read_tensors(path: Path, tensors: dict[str, Tensor], processes: ProcessMesh) -> None:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=processes.world_size == 1)
 
 
 def _file_names(path: Path) -> list[str]:

@@ -301,7 +301,6 @@ class Trainer:
         return NonFiniteLossError(f"{message}; {last}")
 
     def _step(self, step: int, batch: Batch) -> Row:
-        """Do one update and return its measurements."""
         start = time.perf_counter()
         config = self.config
         rate = config.learning_rate * learning_rate_factor(config, step)
