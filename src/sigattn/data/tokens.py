@@ -189,7 +189,7 @@ def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:
 
 def _about(path: Path) -> dict[str, Any]:
     """Read the description that ``pack_corpus`` wrote next to a file."""
-    kinds = {"tokens": int, "vocab_size": int, "sha256": str, "tokenizer": str, "tokenizer_sha256": str}
+    kinds: dict[str, Any] = {"tokens": int, "vocab_size": int, "sha256": str, "tokenizer": str, "tokenizer_sha256": str}
     try:
         about = read_json_object(path.with_name(path.name + ".json"), **kinds)
         path.stat()

@@ -114,9 +114,9 @@ def load(
 
     Raises CheckpointError if the checkpoint is damaged, or comes from a run with another configuration.
     """
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
     step, saved = _open(path, processes)
     settings = json.loads(json.dumps(settings))
@@ -131,7 +131,7 @@ def load(
     tensors, model, optim = _state(module, optimizer, average)
     reader, no_dist = HuggingFaceStorageReader(str(path)), processes.world_size == 1
     with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
-        checkpoint.load(tensors, storage_reader=reader, no_dist=no_dist)
+        load_tensors(tensors, storage_reader=reader, no_dist=no_dist)
     with _ignore_warnings():
         set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
     if average is not None:
