@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks import gpu
 from benchmarks.baselines import IMPLEMENTATIONS, error_line, reset_compiled
-from benchmarks.inputs import DTYPES, Options
+from benchmarks.inputs import DTYPES, Options, check_not_empty
 from benchmarks.results_file import ResultsFile
 from benchmarks.subprocesses import is_gpu_fault
 from benchmarks.tables import print_rows
-from sigattn.validation import check_among, check_at_least, check_not_empty
+from sigattn.validation import check_among, check_at_least
 
 _COLUMNS = {
     "n": ("n", "d"),

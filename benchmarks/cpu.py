@@ -27,10 +27,10 @@ from benchmarks.baselines import (
     Implementation,
     with_backend,
 )
-from benchmarks.inputs import DTYPES, random_inputs
+from benchmarks.inputs import DTYPES, check_not_empty, random_inputs
 from benchmarks.tables import print_rows
 from benchmarks.timing import time_calls
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_output_file
+from sigattn.validation import check_among, check_at_least, check_not_negative, check_output_file
 
 _COLUMNS = {
     "pass": ("pass", ""),

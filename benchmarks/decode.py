@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks import reference
 from benchmarks.baselines import OURS, SDPA, compiled, error_line, reset_compiled
-from benchmarks.inputs import DTYPES
+from benchmarks.inputs import DTYPES, check_not_empty
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import print_rows
 from benchmarks.timing import TimedBenchmark, time_calls
@@ -86,7 +86,7 @@ class DecodeBenchmark(TimedBenchmark):
             )
         validation.check_among(tuple(DTYPES), self, "dtypes")
         validation.check_output_file(self.results)
-        validation.check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
+        check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
 
 
 def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:

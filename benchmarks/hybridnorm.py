@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from benchmarks import baselines, gpu
 from benchmarks.baselines import FORWARD, IMPLEMENTATIONS, OURS, AttentionFunction
-from benchmarks.inputs import DTYPES, Inputs, random_inputs
+from benchmarks.inputs import DTYPES, Inputs, check_not_empty, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import print_rows
 from benchmarks.timing import TimedBenchmark, time_calls
-from sigattn.validation import check_among, check_at_least, check_not_empty
+from sigattn.validation import check_among, check_at_least
 
 NORMS = ("affine", "no affine")
 _COLUMNS = {

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sigattn.validation import SettingsError
+
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -58,3 +60,10 @@ def random_inputs(
     q, k, v, g = (t.contiguous() if contiguous else t for t in made)
     slopes = torch.tensor([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)], device=device) if alibi else None
     return Inputs(q, k, v, g, Options(-math.log(n), causal, slopes))
+
+
+def check_not_empty(config: object, *names: str) -> None:
+    """Require tuples of at least one element."""
+    for name in names:
+        if not getattr(config, name):
+            raise SettingsError(f"{name} must name at least one, got none")

@@ -19,11 +19,11 @@ import torch
 
 from benchmarks import baselines, gpu, subprocesses
 from benchmarks.baselines import BACKWARD, FORWARD, IMPLEMENTATIONS, OURS, TRAINING, ratio_to_fastest_softmax
-from benchmarks.inputs import DTYPES, Inputs, Options, random_inputs
+from benchmarks.inputs import DTYPES, Inputs, Options, check_not_empty, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import mask_name, print_rows
 from benchmarks.timing import TimedBenchmark, synchronize, time_calls, time_graphs
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_positive
+from sigattn.validation import check_among, check_at_least, check_positive
 
 _COLUMNS = {
     "pass": ("pass", ""),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import baselines, gpu
 from benchmarks.baselines import FORWARD, IMPLEMENTATIONS, OURS, TRAINING, Implementation, ratio_to_fastest_softmax
-from benchmarks.inputs import DTYPES, Options, random_inputs
+from benchmarks.inputs import DTYPES, Options, check_not_empty, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import print_rows
 from benchmarks.timing import TimedBenchmark, time_calls, time_graphs
@@ -29,7 +29,7 @@ from sigattn.ops import triton as backend
 from sigattn.ops.kvcache import KV_CACHE
 from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.varlen import VARLEN
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
+from sigattn.validation import check_among, check_at_least, check_output_file
 
 _COLUMNS = {
     "batch size": ("batch_size", "d"),

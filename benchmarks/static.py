@@ -14,12 +14,13 @@ from typing import Any
 
 from benchmarks import machine_code, provenance, static_hopper
 from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
+from benchmarks.inputs import check_not_empty
 from benchmarks.tables import mask_name
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import kernel_args, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.tables import print_table
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
+from sigattn.validation import check_among, check_at_least, check_output_file
 
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import baselines, provenance
-from benchmarks.inputs import DTYPES
+from benchmarks.inputs import DTYPES, check_not_empty
 from benchmarks.tables import print_rows
 from benchmarks.timing import time_calls
 from sigattn.nn.attention import Attention
@@ -27,7 +27,7 @@ from sigattn.nn.block import Block
 from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
 from sigattn.train.optimizer import make_optimizer
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
+from sigattn.validation import check_among, check_at_least, check_output_file
 
 _COLUMNS = {
     "model": ("model", ""),

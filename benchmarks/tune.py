@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import gpu, provenance, reference, subprocesses, tile_shapes
-from benchmarks.inputs import DTYPES, Inputs, random_inputs
+from benchmarks.inputs import DTYPES, Inputs, check_not_empty, random_inputs
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import mask_name, print_rows
 from benchmarks.timing import TimedBenchmark, synchronize, time_calls
@@ -73,7 +73,7 @@ class TuneBenchmark(TimedBenchmark):
         validation.check_at_least(1, self, "lengths", "head_dims", "max_candidates")
         validation.check_positive(self, "max_flops", "max_seconds")
         validation.check_among(("bfloat16", "float16"), self, "dtype")
-        validation.check_not_empty(self, "lengths", "head_dims")
+        check_not_empty(self, "lengths", "head_dims")
 
 
 class Case(NamedTuple):

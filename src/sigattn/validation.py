@@ -75,13 +75,6 @@ def check_bool(config: object, *names: str) -> None:
             raise SettingsError(f"{name} must be True or False, got {value!r}")
 
 
-def check_not_empty(config: object, *names: str) -> None:
-    """Require tuples of at least one element."""
-    for name in names:
-        if not getattr(config, name):
-            raise SettingsError(f"{name} must name at least one, got none")
-
-
 def check_among(allowed: tuple[str, ...], config: object, *names: str) -> None:
     """Require one of several names."""
     for name, value in _values(config, names):

@@ -89,7 +89,5 @@ def _longest(t: Any) -> int:
 
 def like_transposed(query: Any, values: Tensor) -> Tensor:
     """Return values (total_q, …) as a nested tensor (B, ragged length, …) with the query's offsets."""
-    out: Tensor = torch.nested.nested_tensor_from_jagged(
-        values, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=query._maybe_max_seqlen
-    )
-    return out
+    lengths = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
+    return torch.nested.nested_tensor_from_jagged(values, query.offsets(), **lengths)
