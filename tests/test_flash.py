@@ -270,7 +270,11 @@ OURS = ["sigmoid_bias", "sigmoid_precision", "backend", "attn_mask", "normalize"
 OF_BOTH = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *FLASH_ATTN_2_8],
+    "flash_attn_qkvpacked_func": ["qkv", *FLASH_ATTN_2_8],
+    "flash_attn_kvpacked_func": ["q", "kv", *FLASH_ATTN_2_8],
     "flash_attn_varlen_func": ["q", "k", "v", *OF_BOTH, *FLASH_ATTN_2_8, "block_table"],
+    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *FLASH_ATTN_2_8],
+    "flash_attn_varlen_kvpacked_func": ["q", "kv", *OF_BOTH, *FLASH_ATTN_2_8],
 }
 
 
@@ -279,24 +283,6 @@ def test_order_of_arguments_is_that_of_flash_attn(name):
     parameters = inspect.signature(getattr(flash, name)).parameters
     assert list(parameters) == SIGNATURES[name] + OURS
     assert {p: parameters[p].default for p in FLASH_ATTN_2_8} == FLASH_ATTN_2_8
-
-
-def test_packed_forms_take_the_arguments_of_flash_attn_by_position():
-    options = {**FLASH_ATTN_2_8, "softmax_scale": 0.3, "causal": True, "window_size": (3, 1), "softcap": 2.0}
-    options |= {"alibi_slopes": torch.rand(4), "deterministic": True}
-    qkv, starts = torch.randn(2, 5, 3, 4, 8), torch.tensor([0, 5, 10])
-    q, kv, rows = qkv[:, :, 0], qkv[:, :, 1:], qkv.flatten(0, 1)
-    values = [options[name] for name in FLASH_ATTN_2_8]
-    expected = flash.flash_attn_func(*qkv.unbind(2), **options, sigmoid_bias=-1.0)
-    for out in (
-        flash.flash_attn_qkvpacked_func(qkv, *values, sigmoid_bias=-1.0),
-        flash.flash_attn_kvpacked_func(q, kv, *values, sigmoid_bias=-1.0),
-        flash.flash_attn_varlen_qkvpacked_func(rows, starts, 5, *values, sigmoid_bias=-1.0),
-        flash.flash_attn_varlen_kvpacked_func(
-            rows[:, 0], rows[:, 1:], starts, starts, 5, 5, *values, sigmoid_bias=-1.0
-        ),
-    ):
-        torch.testing.assert_close(out.view_as(expected), expected)
 
 
 Q = torch.randn(2, 5, 4, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from sigattn.flash import validation as flash_validation
@@ -68,13 +66,31 @@ def flash_attn_func(
     return DENSE(problem, backend).transpose(1, 2).contiguous()
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D); the other arguments are those after q, k and v there."""
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
     q, k, v = flash_validation.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask, normalize,
+    )  # fmt: skip
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D); the other arguments are as above."""
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask, normalize,
+    )  # fmt: skip

@@ -82,23 +82,36 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Tensor:
-    """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys.
-
-    The other arguments are those after max_seqlen_k there, without block_table.
-    """
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    sigmoid_bias: float | Tensor | None = None, sigmoid_precision: str | None = None, backend: str | None = None,
+    attn_mask: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
     q, k, v = flash_validation.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        normalize,
+    )  # fmt: skip
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D).
-
-    The other arguments are those after q, k and v there, without block_table.
-    """
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, sigmoid_bias: float | Tensor | None = None,
+    sigmoid_precision: str | None = None, backend: str | None = None, attn_mask: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
     k, v = flash_validation.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
-    return flash_attn_varlen_func(q, k, v, *args, **options)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
+        attn_mask, normalize,
+    )  # fmt: skip
 
 
 def _gather_pages(
