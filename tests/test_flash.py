@@ -8,12 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sigattn import flash, set_sigmoid_precision
-from sigattn.ops.varlen import VARLEN
-from tests.ops.cases import COMPILER_NOISE, ON_CPU, device_of, fuzz, head_dims, path, ways, wide
+from tests.ops.cases import COMPILER_NOISE, ON_CPU, SUPPORTING, device_of, fuzz, head_dims, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-BACKENDS = list(VARLEN.backends)
 
 
 @st.composite
@@ -199,7 +197,7 @@ def test_packed_operands_give_the_same_result():
     torch.testing.assert_close(rows.view(2, 6, 4, 16), plain(q, *kv.unbind(2), **options))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUPPORTING)
 def test_dropout_of_packed_and_padded_agrees(backend):
     """A weight is dropped in every layout and backend or in none; the backward pass drops the same weights."""
     device = device_of(backend)

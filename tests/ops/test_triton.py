@@ -277,7 +277,7 @@ def test_tiles_that_a_window_shows(has_left, has_right):
     numbers = (torch.rand(1024, 5) * (high - low)).int() + low.int()
     numbers[:, 1] += numbers[:, 0]
     found = torch.empty(4, 1024, dtype=torch.int32, device=DEVICE)
-    _tile_bounds_of[(1,)](numbers.T.contiguous().to(DEVICE), found, has_left, has_right)
+    _tile_bounds_of[(1,)](numbers.T.contiguous().to(DEVICE), found, int(has_left), int(has_right))
     first, last, length, left, right = numbers.view(1024, 5, 1, 1).unbind(1)
     i, j = torch.arange(-20, 92).view(-1, 1), torch.arange(96)
     exists = (i >= first) & (i < last)
