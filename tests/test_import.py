@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import sigattn
+
 FORBIDDEN = ["triton", "matplotlib", "tyro", "transformers", "rich", "jaxtyping", "beartype", "safetensors", "timm"]
 FORBIDDEN += ["tensorboard", "sklearn", "torchvision", "soundfile", "jiwer", "tokenizers"]
 TORCH_ALONE = f"""
@@ -50,17 +52,29 @@ def import_again(package, prepare):
 for package in ("tyro", "matplotlib"):
     import_again(package, lambda: sys.modules.update({{package: None}}))
     del sys.modules[package]
+for command in ("--version", "info"):
+    sys.argv = ["sigattn", command]
+    import_again("tyro", lambda: sys.modules.update({{"tyro": None}}))
+del sys.modules["tyro"]
 import_again("tyro", lambda: sys.meta_path.insert(0, Interrupted()))
 """
 
 
 def test_imports():
-    """Without the other packages; then the command line with them, without one that it needs, and with Ctrl-C."""
+    """Without the other packages; then the command line with them, without one that it needs, and with Ctrl-C.
+
+    Without the extra "train" it prints the version and what the machine supports, for which issues ask.
+    """
     code = TORCH_ALONE + (COMMAND_LINE if importlib.util.find_spec("tyro") else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     missing = "sigattn: the command line needs {}: pip install 'sigattn[train]'"
-    assert done.stdout.splitlines() in ([], ["[]", missing.format("tyro"), missing.format("matplotlib"), "130"])
+    expected = ["[]", missing.format("tyro"), missing.format("matplotlib"), f"sigattn {sigattn.__version__}"]
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines[:4] in ([], expected)
+    if lines:  # of info, and Ctrl-C
+        assert lines[4].startswith(f"{expected[3]}, torch ")
+        assert lines[-1] == "130"
 
 
 def test_no_file_imports_itself_through_others():

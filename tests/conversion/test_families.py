@@ -230,6 +230,7 @@ def test_a_shared_layer_is_restored():
     torch.testing.assert_close(new(X[0]), model(X[0]))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_another_state_dict_is_not_restored():
     model, _ = multihead()
     with pytest.raises(ConversionError, match="in '', and the state dict has fitted biases for no layer"):
@@ -237,6 +238,8 @@ def test_another_state_dict_is_not_restored():
     state = {**model.state_dict(), "sigmoid_bias.constant": torch.zeros(4)}
     with pytest.raises(ConversionError, match="the parameters constant, which is no VisibleKeysLinearBias"):
         restore(model, state)
+    with pytest.raises(TypeError, match=r"state must be a state dict .*, got 'weights\.pt'"):
+        restore(model, "weights.pt")
     assert type(model) is nn.MultiheadAttention
 
 

@@ -75,6 +75,16 @@ def test_generation_is_repeated_by_its_generator():
         model(torch.zeros(1, 17, dtype=torch.long))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_tokens_and_targets():
+    model, tokens = LanguageModel(LanguageModelConfig(**SMALL)), torch.randint(50, (2, 5))
+    for wrong in (50, -1):
+        with pytest.raises(IndexError, match=f"at least 0 and below vocab_size=50, got .*{wrong}"):
+            model(torch.tensor([[3, wrong]]))
+    with pytest.raises(ValueError, match=r"LanguageModel.loss: targets must be .* = \(2, 5\)"):
+        model.loss(tokens, tokens[:, 1:])
+
+
 class TestDocuments:
     """Several documents in a row: each as if it stood alone."""
 

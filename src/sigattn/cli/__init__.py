@@ -6,8 +6,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
+from sigattn import __version__, info
+
 try:
-    from sigattn import __version__, info
     from sigattn.cli.convert import convert_run
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
     from sigattn.cli.errors import exit_on_errors
@@ -19,6 +20,9 @@ try:
     if importlib.util.find_spec("matplotlib") is None:  # imported only where a figure is drawn, after the training
         raise ModuleNotFoundError(name="matplotlib")
 except ModuleNotFoundError as _missing:
+    if sys.argv[1:] in (["info"], ["--version"]):  # reports of errors ask for it, also where the extra is not installed
+        print(info.describe() if sys.argv[1] == "info" else f"sigattn {__version__}")
+        sys.exit()
     sys.exit(f"sigattn: the command line needs {_missing.name}: pip install 'sigattn[train]'")
 except KeyboardInterrupt:
     sys.exit(130)

@@ -33,9 +33,12 @@ def restore(
             distinguish other softmaxes from attention. None examines its code only.
 
     Raises:
+        TypeError: if state is not a state dict.
         ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
         RuntimeError: as in ``load_state_dict``. The model is then converted, and some weights may be loaded.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"restore: state must be a state dict (torch.load reads one), got {state!r:.80}")
     first_names: dict[nn.Module, str] = {}  # a state dict has all names of a shared layer, ``layers`` the first
     aliases = {n: first_names.setdefault(m, n) for n, m in model.named_modules(remove_duplicate=False)}
     parameters: dict[str, dict[str, Tensor]] = {}

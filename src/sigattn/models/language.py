@@ -109,13 +109,24 @@ class LanguageModel(Transformer):
         Raises:
             ValueError: if tokens is not (B, N), or there are more tokens than the context.
             TypeError: if tokens are not integers.
+            IndexError: if a token is not in the vocabulary, on a CPU.
             RuntimeError: if the embedding's weights, tied to the output, were offloaded.
         """
         validation.integers("LanguageModel", "tokens", tokens, (None, None), "(batch, length)")
         first = cache[0].length if cache else 0
         if first + tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.max_seq_len}")
-        x = residual_stream(self.embedding(tokens))  # (B, N, embed_dim)
+            raise ValueError(
+                f"LanguageModel: {first + tokens.shape[1]} tokens do not fit in a context of "
+                f"{self.config.max_seq_len} (max_seq_len)"
+            )
+        try:
+            embedded = self.embedding(tokens)
+        except IndexError as error:  # on a CPU; a GPU stops at an assertion
+            raise IndexError(
+                f"LanguageModel: tokens must be at least 0 and below vocab_size={self.config.vocab_size}, got "
+                f"{int(tokens.min())} … {int(tokens.max())}"
+            ) from error
+        x = residual_stream(embedded)  # (B, N, embed_dim)
         if self.position is not None:
             x = self.position(x, first, self._positions(tokens, first, cache, documents))
         for i, block in enumerate(self.blocks):
@@ -148,8 +159,10 @@ class LanguageModel(Transformer):
         return [KVCache(self.config.max_seq_len, left_padding) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
-        """Return the mean cross-entropy of the next tokens, in nats."""
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+        """Return the mean cross-entropy of the next tokens, in nats; ``targets[:, i]`` follows ``tokens[:, i]``."""
+        logits = self(tokens)
+        validation.integers("LanguageModel.loss", "targets", targets, tuple(logits.shape[:2]), "(batch, length)")
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
     def generate(
