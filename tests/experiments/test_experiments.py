@@ -1,11 +1,15 @@
-"""Every experiment at its smallest scale, its page, the statistics and the command."""
+"""Every experiment at its smallest scale, its page, the statistics, stored runs and the committed pages."""
 
 import json
 import math
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import statistics
 import sys
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,36 +17,24 @@ from typing import ClassVar
 
 import pytest
 import torch
-from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from scipy import stats
 
-from experiments import (
-    cache,
-    causal_bias,
-    dropped_keys,
-    intervals,
-    k_summation,
-    lr_sensitivity,
-    pages,
-    position_ablation,
-    sigma_accuracy,
-    sweep,
-)
+from experiments import cache, dropped_keys, intervals, lr_sensitivity, pages, sigma_accuracy, sweep, workers
 from experiments.ablation import SPIKES, Ablation, Claim
 from experiments.experiment import OPTIONS, Experiment, ExperimentError, Result, Setting, Stored
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
-from sigattn.recipes import datasets
 from sigattn.train import checkpoint
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
-
-# the code of speech-bias, vision-ablations and norm-structure with other variants, which test_run_files.py trains
+# the code of speech-bias, vision-ablations and norm-structure with other variants, which test_run_files.py builds
 SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post", "layerscale-free", "relaxations"}
 SAME_CODE |= {"speech-structure", "norm-structure-4k", "lm-stability", "length-power"}
-
+FROM_CHECKPOINTS = ("attention-evolution", "attention-maps")  # of the same trainings
+CACHED = ("conversion", "initial-norms", "pair-repeat")  # by mechanisms of their own, and by the common one
 
 # of seven models, "smoke" trains two
 USED_OTHERWISE = {"conversion": {"speech"}}
@@ -77,17 +69,7 @@ def without_checkpoints(in_this_process, unchecked, monkeypatch):
 @pytest.fixture(autouse=True)
 def _figures_are_drawn_once(monkeypatch):
     """Without the arrangement of their parts, for which Matplotlib draws each figure twice."""
-    savefig = Figure.savefig
-
-    def draw(self, *args, **options):
-        self.set_layout_engine("none")
-        savefig(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", draw)
-
-
-FROM_CHECKPOINTS = ("attention-evolution", "attention-maps")  # of the same trainings
-CACHED = ("conversion", "initial-norms", "pair-repeat")  # by mechanisms of their own, and by the common one
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
@@ -103,31 +85,27 @@ def test_smoke_scale(name, tmp_path, whole_folder, request):
     setting.used.clear()
     result = find_experiment(name).run(setting)
     assert setting.used == set(find_experiment(name).takes) ^ USED_OTHERWISE.get(name, set())
+    assert not any("C4" in text for text in setting.fingerprints)  # that of the recipe, which is not loaded
     findings = find_experiment(name).judge(result.data, "smoke")
     assert findings
     assert all(f.verdict in intervals.VERDICTS and f.evidence for f in findings)
     assert all(len(row) == len(result.columns) for row in result.rows)
-    written = pages.write_page(tmp_path / name, find_experiment(name), setting, result, ABOUT)
-    assert pages.read_pages(tmp_path) == [written]
-    text = (tmp_path / name / "page.md").read_text()
-    assert all(f.claim in text for f in findings)
+    page = pages.write_page(tmp_path / name, find_experiment(name), setting, result, ABOUT)
+    assert pages.read_pages(tmp_path) == [page]
+    written = (tmp_path / name / "page.md").read_text(), pages.write_findings(tmp_path, [page]).read_text()
+    assert all(f.claim in text for f in findings for text in written)
     if result.figure is not None:
         assert (tmp_path / name / "figure.svg").stat().st_size > 1000
-    rows = [json.loads(line) for line in (tmp_path / name / "data.jsonl").read_text().splitlines()]
-    assert rows == json.loads(json.dumps(list(result.data)))
-    findings_of_all = pages.write_findings(tmp_path, [written]).read_text()
-    assert all(f.claim in findings_of_all for f in findings)
+    assert stored_rows(tmp_path / name) == json.loads(json.dumps(list(result.data)))
     if name in CACHED:
         before = {p: p.stat().st_mtime_ns for p in folder.rglob("*.json*")}
         assert find_experiment(name).run(setting).data == result.data
         assert {p: p.stat().st_mtime_ns for p in folder.rglob("*.json*")} == before
 
 
-def test_pages_name_the_text_that_was_loaded(tmp_path):
-    """Not that of the recipe, which at these scales is not loaded."""
-    setting = Setting("smoke", 1, tmp_path, print)
-    sweep._identity(setting, sweep._run(setting, "one block", position_ablation.one_block_recipe(setting, 256), 0), {})
-    assert list(setting.fingerprints) == ["CPython's documentation, as bytes"]
+def stored_rows(folder):
+    """Return the data of a page."""
+    return [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
 
 
 class TestStatistics:
@@ -140,20 +118,19 @@ class TestStatistics:
         ):
             delta, margin = intervals.welch(first, second)
             assert delta == pytest.approx(statistics.mean(second) - statistics.mean(first))
-            found = stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
-            assert margin == pytest.approx((found.high - found.low) / 2, rel=0.01)
+            expected = stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
+            assert margin == pytest.approx((expected.high - expected.low) / 2, rel=0.01)
         delta, margin = intervals.paired([1.0, 2.0, 4.0, 8.0], [1.5, 2.25, 5.0, 8.0])
         changes = [0.5, 0.25, 1.0, 0.0]
         assert delta == statistics.mean(changes)
-        found = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
-        assert margin == pytest.approx((found.high - found.low) / 2, rel=0.001)
+        expected = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
+        assert margin == pytest.approx((expected.high - expected.low) / 2, rel=0.001)
 
     def test_one_seed_has_no_interval(self):
         assert intervals.welch([1.0], [2.0]) == intervals.paired([1.0], [2.0]) == (1.0, math.inf)
         assert str(intervals.welch([1.0], [2.0])) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
-    @pytest.mark.parametrize("sign", [1, -1])
     @pytest.mark.parametrize(
         ("delta", "margin", "verdict"),
         [
@@ -165,9 +142,10 @@ class TestStatistics:
             (0.1, math.inf, "not shown"),
         ],
     )
-    def test_equality_by_two_one_sided_tests(self, sign, delta, margin, verdict):
+    def test_equality_by_two_one_sided_tests(self, delta, margin, verdict):
         """The whole interval within the tolerance of 0.3, outside it, or neither."""
-        assert Difference(sign * delta, margin).verdict_equal(0.3) == verdict
+        assert Difference(delta, margin).verdict_equal(0.3) == verdict
+        assert (-Difference(delta, margin)).verdict_equal(0.3) == verdict
 
     @pytest.mark.parametrize(
         ("delta", "margin", "positive", "not_above"),
@@ -184,7 +162,6 @@ class TestStatistics:
     def test_one_sided_claims(self, delta, margin, positive, not_above):
         assert Difference(delta, margin).verdict_positive(0.3) == positive
         assert Difference(delta, margin).verdict_not_above(0.3) == not_above
-        assert (-Difference(delta, margin)) == Difference(-delta, margin)
 
     def test_the_least_favourable_verdict_decides(self):
         assert intervals.verdict_all(["agrees", "agrees"]) == "agrees"
@@ -195,22 +172,6 @@ class TestStatistics:
     def test_sensitivity(self):
         """Losses above the initial loss, and of diverged runs, count as the initial loss."""
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
-
-
-def test_k_summation_counts_the_lowest_loss_of_twenty_evaluations(tmp_path, monkeypatch):
-    """A loss that rises again before the last step, as at a constant learning rate, does not count."""
-    recipes = {}
-
-    def train(_, variants):
-        recipes.update(variants)
-        rows = [{"step": 1, "validation_loss": x} for x in (0.9, 0.1, 0.8)] + [{"step": 2, "loss": 0.01}]
-        outcome = sweep.Outcome(0, rows, {"loss": 0.8}, False, tmp_path)
-        return {name: [outcome] for name in variants}
-
-    monkeypatch.setattr(sweep, "train_variants", train)
-    result = k_summation.measure_loss_over_k(Setting("small", 1, tmp_path))
-    assert {recipe.training.max_steps // recipe.training.validate_every for recipe in recipes.values()} == {20}
-    assert {(row["losses"][0], row["last"][0]) for row in result.data} == {(0.1, 0.8)}
 
 
 def judge(claims, values, spikes=(), **study):
@@ -240,6 +201,24 @@ def test_a_tolerance_may_be_a_part_of_the_baseline():
     assert small.evidence.endswith(", tolerance 0.315")
 
 
+class TestMeasurements:
+    def test_coarse_sigmoid(self):
+        """Values lie on the grid; the derivative is the one that a kernel computes from them."""
+        x = torch.linspace(-12, 12, 97, requires_grad=True)
+        p = sigma_accuracy.coarse_sigmoid(x, 8)
+        torch.testing.assert_close(p * 2**9, (p * 2**9).round())
+        assert (p - x.sigmoid()).abs().max() <= 2.0**-10 + 1e-7
+        (slope,) = torch.autograd.grad(p.sum(), x)
+        torch.testing.assert_close(slope, (p * (1 - p)).detach())
+
+    def test_keep_mask_selects_the_largest_contributions(self):
+        contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
+        visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])
+        expected = [[[False, True, True, False], [True, False, False, False]]]
+        assert dropped_keys.keep_mask(contribution, visible, 0.5).tolist() == expected
+        assert dropped_keys.keep_mask(contribution, visible, 1.0).equal(visible)
+
+
 @pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_diverged_run_counts_as_infinite_loss(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
@@ -252,46 +231,26 @@ def test_diverged_run_counts_as_infinite_loss(tmp_path):
         sweep.train_variants(setting, wild)  # as experiments do that compare trained models
 
 
-def test_run_with_changed_settings_is_repeated(tmp_path, request):
-    setting = Setting("smoke", 1, tmp_path)
-    recipe = k_summation.base(setting, 1)
-    shorter = recipe.with_training(max_steps=2)
-    (first,) = sweep.train_variants(setting, {"same name": shorter})["same name"]  # in a process of its own
-    request.getfixturevalue("in_this_process")
-    (second,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
-    assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
+def written(folder, **setting):
+    """Return the page of an experiment without runs, and its text."""
+    result = Result(("a",), [("b",)], [])
+    experiment = Experiment("one", "One", "here", lambda _: result, lambda rows, scale: [])
+    page = pages.write_page(folder, experiment, Setting("small", 5, folder, **setting), result, ABOUT)
+    return page, (folder / "page.md").read_text()
 
 
 @pytest.mark.usefixtures("in_this_process", "unchecked")
-def test_models_over_training_are_those_that_were_validated(whole_folder):
-    """A model that is loaded from a checkpoint has the held-out loss that training noted at its step."""
-    setting = Setting("smoke", 1, whole_folder)
-    recipe = k_summation.base(setting, 1)
-    problem = datasets.load_dataset(recipe, None)
-    errors = []
-    for labels, model, error in k_summation._models_over_training(setting, (2, 8)):
-        assert labels["step"] in (2, 8)
-        with torch.no_grad():
-            loss = recipe.task.evaluate(model, problem.validation(recipe.training.eval_batch_size))["loss"]
-        assert error["error"] == pytest.approx(loss, rel=1e-5)
-        errors.append(loss)
-    assert len(set(errors)) == 4
-    with pytest.raises(checkpoint.CheckpointError, match="cannot read the checkpoint"):
-        sweep.Outcome(0, [], {}, False, whole_folder / "runs" / "sigmoid" / "0").load_model(9)
-
-
-@pytest.mark.usefixtures("in_this_process", "unchecked")
-def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
-    """The same settings on one text, on another, and on the first after it has changed."""
+def test_run_on_changed_settings_or_data_is_repeated_and_the_page_names_the_data(tmp_path):
+    """The same settings on one text, on another, and on the first after it has changed; then other settings."""
     recipe = lr_sensitivity.base(Setting("smoke", 1, tmp_path), 1)
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for i, path in enumerate(texts):
         path.write_text(f"the text number {i}. " * 400)
 
-    def losses(path, lines):
+    def losses(path, lines, recipe=recipe):
         setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
         (outcome,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
-        page = written(tmp_path / "page", data=path, fingerprints=setting.fingerprints)
+        page, _ = written(tmp_path / "page", data=path, fingerprints=setting.fingerprints)
         assert [line.split(" (")[0] for line in page.data] == [str(path)]
         assert f"--data {path}" in page.command
         return [row["loss"] for row in outcome.rows], page.data
@@ -305,86 +264,63 @@ def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
     changed = losses(texts[0], lines)
     assert changed[0] != first[0]
     assert changed[1] != first[1]
-    assert len(lines) == 3
+    assert len(losses(texts[0], lines, recipe.with_training(max_steps=2))[0]) == 2
+    assert len(lines) == 4
 
 
-def experiment_result():
-    return Result(("a",), [("b",)], [])
+def _count_calls(path):
+    path.write_text(path.read_text() + "." if path.exists() else ".")
+    return {"calls": len(path.read_text())}
 
 
-@pytest.mark.parametrize(
-    ("names", "scale", "message"),
-    [
-        (("position-ablation", "lr-sensitivity", "constant-bias", "length-power", "bias-rules", "dropped-keys"),
-         "paper", "C4's realnews"),
-        (("vision-ablations", "norm-structure", "layerscale-free", "speech-bias", "train-losses"), "paper",
-         "run sigattn train"),
-        (("speech-structure",), "small", "--speech"),
-        pytest.param(
-            ("attention-times", "norm-crossing", "vit-times"), "paper", "on a GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_scale_needs_is_named(names, scale, message, tmp_path):
-    for name in names:
-        with pytest.raises(ExperimentError, match=message):
-            find_experiment(name).run(Setting(scale, 1, tmp_path))
+def test_results_are_stored_by_their_settings(tmp_path, request):
+    """The first is computed in a process of its own."""
+    lines = []
+
+    def run(n):
+        job = cache.Job(tmp_path / "measured" / "x.json", {"n": n}, partial(_count_calls, tmp_path / "calls"))
+        return cache.run_jobs({"x": job}, 1, lines.append)
+
+    assert run((1, 2)) == run((1, 2)) == {"x": {"calls": 1}}  # JSON has no tuples
+    request.getfixturevalue("in_this_process")
+    assert run(2) == {"x": {"calls": 2}}
+    (tmp_path / "measured" / "x.json").write_text("{")
+    assert run(2) == {"x": {"calls": 3}}
+    assert lines == ["1 of 1 runs: x"] * 3
 
 
-def written(folder, **setting):
-    """Return the page of an experiment without runs."""
-    experiment = Experiment("one", "One", "here", lambda _: experiment_result(), lambda rows, scale: [])
-    return pages.write_page(folder, experiment, Setting("small", 5, folder, **setting), experiment_result(), ABOUT)
-
-
-def test_longer_training(tmp_path):
-    """Times the steps of the smaller scales, in the page and in its command."""
+def test_longer_training_and_more_seeds_are_on_the_page_and_in_its_command(tmp_path):
     assert Setting("small", 1, tmp_path, longer=4).steps(6, 300) == 1200
     assert Setting("paper", 1, tmp_path, longer=4).steps(6, 300, 5000) == 5000
-    page = written(tmp_path, longer=4)
+    page, _ = written(tmp_path, longer=4)
     assert page.extent == "Scale: small, 4 times its training, seeds: 5."
     assert page.command == "python -m experiments one --scale small --seeds 5 --longer 4"
+    page, text = written(tmp_path, more_seeds={"a, b": 20, "c": 9, "d": 20})
+    assert page.extent == "Scale: small, seeds: 5; 9 of c; 20 of a, b and of d."
+    assert "--seeds 5 --more-seeds 'a, b' 20 c 9 d 20" in text
 
 
-class TestMoreSeeds:
-    """Variants with more seeds than the others."""
+def _report_and_sleep(pipe):
+    os.write(pipe, str(os.getpid()).encode())
+    time.sleep(60)
 
-    def test_only_the_named_variants_have_them_at_every_rate(self, tmp_path, monkeypatch):
-        seeds = {}
 
-        def train(setting, recipes, **_):
-            seeds.update({name: setting.num_seeds(name) for name in recipes})
-            raise InterruptedError
-
-        monkeypatch.setattr(sweep, "train_variants", train)
-        with pytest.raises(InterruptedError):
-            lr_sensitivity.compare_norms(Setting("smoke", 1, tmp_path, more_seeds={"sigmoid, both, κ = 1": 2}))
-        assert len(seeds) == 12
-        assert {name for name, number in seeds.items() if number == 2} == {
-            f"sigmoid, both, κ = 1, {rate}" for rate in (0.001, 0.1)
-        }
-
-    def test_a_page_groups_variants_by_number(self, tmp_path):
-        page = written(tmp_path, more_seeds={"a, b": 20, "c": 9, "d": 20})
-        assert page.extent == "Scale: small, seeds: 5; 9 of c; 20 of a, b and of d."
-        assert "--seeds 5 --more-seeds 'a, b' 20 c 9 d 20" in (tmp_path / "page.md").read_text()
-
-    @pytest.mark.parametrize("name", ["lr-sensitivity", "pair-repeat", "lm-stability"])
-    def test_unknown_variants_are_refused_before_training(self, name, tmp_path):
-        scale = "paper" if name == "lm-stability" else "smoke"
-        setting = Setting(scale, 1, tmp_path, pytest.fail, more_seeds={"sigmoid, none": 2})
-        with pytest.raises(ExperimentError, match=r"--more-seeds names 'sigmoid, none', which .* variants are '"):
-            find_experiment(name).run(setting)
-        assert not list(tmp_path.iterdir())
-
-    def test_run_files_have_them(self, tmp_path):
-        setting = Setting("paper", 1, tmp_path, more_seeds={"85M, 4k, sigmoid": 3})
-        with pytest.raises(ExperimentError, match="these are 7 trainings"):
-            find_experiment("lm-stability").run(setting)
-        lines = [line for line in (tmp_path / "runs.sh").read_text().splitlines() if line.startswith("sigattn")]
-        assert len(lines) == 7
-        assert [sum(f"--training.seed {seed}" in line for line in lines) for seed in range(3)] == [5, 1, 1]
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="forks, and looks for a process in /proc")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads
+def test_workers_end_with_a_killed_parent(monkeypatch):
+    """Forked ones, which need not import PyTorch."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    read, write = os.pipe()
+    if (parent := os.fork()) == 0:
+        list(workers.run_in_workers({0: partial(_report_and_sleep, write)}, 1))
+    worker = Path(f"/proc/{int(os.read(read, 20))}/stat")
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    end = time.monotonic() + 20
+    while worker.exists() and worker.read_text().split(")")[1].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 class TestExtend:
@@ -394,9 +330,8 @@ class TestExtend:
         """Run an experiment and write its page into a folder; return its rows of data and its page."""
         experiment = find_experiment(name)
         setting = Setting("smoke", seeds, folder / name, log, stored=stored or Stored(), **more)
-        result = experiment.run(setting)
-        page = pages.write_page(folder / name, experiment, setting, result, ABOUT)
-        return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
+        page = pages.write_page(folder / name, experiment, setting, experiment.run(setting), ABOUT)
+        return stored_rows(folder / name), page
 
     @pytest.mark.usefixtures("without_checkpoints")
     def test_data_and_table_are_those_of_all_seeds_at_once(self, whole_folder, tmp_path):
@@ -407,76 +342,44 @@ class TestExtend:
         figure = (whole_folder / name / "figure.svg").read_text()
         lines = []
         stored = pages.read_stored(whole_folder, find_experiment(name), "smoke", 1)
-        extended, longer = self.run(name, tmp_path / "extended", 2, stored, lines.append)
+        extended, longer = self.run(name, tmp_path, 2, stored, lines.append)
         assert extended == whole
         assert (longer.rows, longer.command, longer.extends) == (page.rows, page.command, [ABOUT])
-        trained = [line for line in lines if "seed" in line]
-        assert trained
-        assert all(line.endswith("seed 1") for line in trained)
-        assert (tmp_path / "extended" / name / "figure.svg").read_text() == figure
-        assert "The figure shows fewer seeds: 1." in (tmp_path / "extended" / name / "page.md").read_text()
-
-    def test_rows_of_attention_over_training(self, tmp_path, monkeypatch):
-        """Those that are measured are added to the stored ones, in the order of all at once."""
-        rows = [
-            {"activation": a, "seed": s, "step": t, "sparsity": 0.5, "weights_norm": 1.0, "row_mass": 1.0, "error": 0.1}
-            | {f"quantile {q}": 0.1 for q in k_summation.QUANTILES}
-            for a in k_summation.ACTIVATIONS
-            for s in (0, 1)
-            for t in (0, 8)
-        ]
-        monkeypatch.setattr(k_summation, "_models_over_training", lambda *_: iter(()))
-        first = [row for row in rows if row["seed"] == 0]
-        stored = Stored([*[row for row in rows if row["seed"] == 1], *first])
-        result = k_summation.measure_weights_over_training(Setting("smoke", 2, tmp_path, stored=stored))
-        assert result.data == rows
-        assert find_experiment("attention-evolution").count_seeds(rows) == {"softmax": 2, "sigmoid": 2}
+        assert {line.rpartition(", ")[2] for line in lines} == {"seed 1"}
+        assert (tmp_path / name / "figure.svg").read_text() == figure
+        assert "The figure shows fewer seeds: 1." in (tmp_path / name / "page.md").read_text()
 
     @pytest.mark.usefixtures("without_checkpoints")
-    def test_variants_of_different_seeds(self, whole_folder, tmp_path):
-        """More seeds of one variant, twice; origins are listed."""
-        more = {"more_seeds": {"softmax": 2}}
-        whole, _ = self.run("pair-repeat", whole_folder, 1, more_seeds={"softmax": 3})
-        self.run("pair-repeat", whole_folder, 1, **more)
-        stored = pages.read_stored(whole_folder, find_experiment("pair-repeat"), "smoke", 1)
-        lines = []
-        third, _ = self.run("pair-repeat", tmp_path / "new", 1, stored, lines.append, more_seeds={"softmax": 3})
-        assert (third, lines) == (whole, ["1 of 1 runs: softmax, seed 2"])
-        stored = pages.read_stored(tmp_path / "new", find_experiment("pair-repeat"), "smoke", 1)
-        assert (stored.seeds, list(stored.origins)) == ({"sigmoid": 1, "softmax": 3, "mlp": 1}, [ABOUT, ABOUT])
-        text = (tmp_path / "new" / "pair-repeat" / "page.md").read_text()
-        assert text.count(ABOUT["date"]) == 2
-        assert "The first seeds are those of" in text
-        assert "The figure shows fewer seeds" not in text
-        drawn = [(folder / "pair-repeat" / "figure.svg").read_text() for folder in (whole_folder, tmp_path / "new")]
-        assert drawn[0] != drawn[1]  # it is drawn of all seeds
-        with pytest.raises(ExperimentError, match="have more seeds: name at least 'softmax' 3 with --more-seeds"):
-            self.run("pair-repeat", tmp_path / "new", 1, stored, pytest.fail, **more)
-
-    @pytest.mark.usefixtures("without_checkpoints")
-    def test_a_variant_that_the_page_lacks_is_trained(self, whole_folder, tmp_path):
-        """As after an experiment has gained one; results of other settings are refused before training."""
-        whole, _ = self.run("pair-repeat", whole_folder, 2)
-        stored = pages.read_stored(whole_folder, find_experiment("pair-repeat"), "smoke", 1)
+    def test_seeds_and_variants_that_the_page_lacks_are_trained(self, whole_folder, tmp_path):
+        """More seeds of one variant, and a variant that the experiment has gained; origins are listed."""
+        name, more = "pair-repeat", {"more_seeds": {"softmax": 3}}
+        whole, _ = self.run(name, whole_folder, 2, **more)
+        self.run(name, whole_folder, 1)
+        stored = pages.read_stored(whole_folder, find_experiment(name), "smoke", 1)
         older = replace(
             stored,
             rows=[row for row in stored.rows if row["model"] != "mlp"],
             **{f: {k: v for k, v in getattr(stored, f).items() if k != "mlp"} for f in ("seeds", "identities")},
         )
         lines = []
-        extended, _ = self.run("pair-repeat", tmp_path / "new", 2, older, lines.append)
+        extended, _ = self.run(name, tmp_path, 2, older, lines.append, **more)
         assert extended == whole
-        assert sorted(line.split(": ")[1] for line in lines) == ["mlp, seed 0", "mlp, seed 1"]
+        trained = ["mlp, seed 0", "mlp, seed 1", "sigmoid, seed 1", "softmax, seed 1", "softmax, seed 2"]
+        assert sorted(line.split(": ")[1] for line in lines) == trained
+        text = (tmp_path / name / "page.md").read_text()
+        assert text.count(ABOUT["date"]) == 2
+        assert "The first seeds are those of" in text
+        assert "The figure shows fewer seeds" not in text  # it is drawn of all seeds
+        new = pages.read_stored(tmp_path, find_experiment(name), "smoke", 1)
+        assert (new.seeds, list(new.origins)) == ({"sigmoid": 2, "softmax": 3, "mlp": 2}, [ABOUT, ABOUT])
+        with pytest.raises(ExperimentError, match="have more seeds: name at least 'softmax' 3 with --more-seeds"):
+            self.run(name, tmp_path, 2, new, pytest.fail)
         changed = replace(stored, identities={**stored.identities, "mlp": "another"})
         with pytest.raises(ExperimentError, match="of other settings or data than those of 'mlp' here: leave out"):
-            self.run("pair-repeat", tmp_path / "other", 3, changed, pytest.fail)
+            self.run(name, tmp_path, 3, changed, pytest.fail)
 
-    def test_what_cannot_be_extended_is_refused(self, tmp_path):
+    def test_pages_that_cannot_be_extended_are_refused(self, tmp_path):
         pair = find_experiment("pair-repeat")
-        with pytest.raises(ExperimentError, match="--extend is not for conversion, whose table needs all its runs"):
-            pages.read_stored(tmp_path, find_experiment("conversion"), "small", 1)
-        with pytest.raises(DataError, match="has no page of pair-repeat to extend"):
-            pages.read_stored(tmp_path, pair, "small", 1)
         (tmp_path / "pair-repeat").mkdir()
         about = {"findings": [], "has_figure": False, "provenance": ABOUT, "differs": "", "columns": [], "rows": []}
         page = pages.Page("pair-repeat", "N", "here", "small", 5, **about)
@@ -503,67 +406,18 @@ class TestCommittedPages:
     def test_the_counts_and_undecided_claims_are_in_the_text(self):
         """docs/reproduce.md has a reason for each claim of the paper that is not shown."""
         every = pages.read_pages(self.folder)
-        assert pages.count_verdicts(every) in " ".join((self.folder.parent / "reproduce.md").read_text().split())
-        written = [page for page in every if page.kind == "paper"]
-        undecided = {(page.name, f["claim"]) for page in written for f in page.findings if f["verdict"] == "not shown"}
         text = (self.folder.parent / "reproduce.md").read_text()
+        assert pages.count_verdicts(every) in " ".join(text.split())
+        of_paper = [page for page in every if page.kind == "paper"]
+        undecided = {(page.name, f["claim"]) for page in of_paper for f in page.findings if f["verdict"] == "not shown"}
         section = text.partition("## What is not shown, and why")[2].partition("\n## ")[0]
-        assert set(re.findall(r"^\| \[([\w-]+)\].*? \| (.+?) \|", section, re.MULTILINE)) == undecided
+        listed = set(re.findall(r"^\| \[([\w-]+)\].*? \| (.+?) \|", section, re.MULTILINE))
+        assert listed == undecided
 
     def test_operations_are_the_stored_ones(self):
-        rows = [json.loads(line) for line in (self.folder / "flops" / "data.jsonl").read_text().splitlines()]
+        rows = stored_rows(self.folder / "flops")
         assert find_experiment("flops").run(Setting("small", 1, self.folder)).data == rows
 
     def test_every_experiment_has_a_page(self):
         waiting = {"conversion"}  # its page was of an earlier way of conversion; it is to be run again
         assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS) - waiting
-
-
-def test_larger_models_take_seeds_by_run(tmp_path):
-    """Jobs of further seeds are those of the named run alone; a name without a run is refused."""
-    run = "GPT-2, 4 × 128, softmax"
-    setting = Setting("smoke", 1, tmp_path, more_seeds={run: 3})
-    jobs = causal_bias.plan_jobs(causal_bias.LARGER, setting)
-    assert {", ".join(job[:2]) for job in jobs} == set(setting.identities)
-    assert [job for job in jobs if job[2]] == [("GPT-2, 4 × 128", "softmax", 1), ("GPT-2, 4 × 128", "softmax", 2)]
-    with pytest.raises(ExperimentError, match="names 'GPT-2', which"):
-        causal_bias.plan_jobs(causal_bias.LARGER, Setting("smoke", 1, tmp_path, more_seeds={"GPT-2": 2}))
-
-
-def _count_calls(path):
-    path.write_text(path.read_text() + "." if path.exists() else ".")
-    return {"calls": len(path.read_text())}
-
-
-@pytest.mark.usefixtures("in_this_process", "unchecked")
-def test_results_are_stored_by_their_settings(tmp_path):
-    lines = []
-
-    def run(n):
-        job = cache.Job(tmp_path / "measured" / "x.json", {"n": n}, partial(_count_calls, tmp_path / "calls"))
-        return cache.run_jobs({"x": job}, 1, lines.append)
-
-    assert run((1, 2)) == run((1, 2)) == {"x": {"calls": 1}}  # JSON has no tuples
-    assert run(2) == {"x": {"calls": 2}}
-    (tmp_path / "measured" / "x.json").write_text("{")
-    assert run(2) == {"x": {"calls": 3}}
-    assert lines == ["1 of 1 runs: x"] * 3
-
-
-def test_coarse_sigmoid():
-    """Values lie on the grid; the derivative is the one that a kernel computes from them."""
-    x = torch.linspace(-12, 12, 97, requires_grad=True)
-    p = sigma_accuracy.coarse_sigmoid(x, 8)
-    torch.testing.assert_close(p * 2**9, (p * 2**9).round())
-    assert (p - x.sigmoid()).abs().max() <= 2.0**-10 + 1e-7
-    (slope,) = torch.autograd.grad(p.sum(), x)
-    torch.testing.assert_close(slope, (p * (1 - p)).detach())
-
-
-def test_keep_mask_selects_the_largest_contributions():
-    contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
-    visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])
-    assert dropped_keys.keep_mask(contribution, visible, 0.5).tolist() == [
-        [[False, True, True, False], [True, False, False, False]]
-    ]
-    assert dropped_keys.keep_mask(contribution, visible, 1.0).equal(visible)

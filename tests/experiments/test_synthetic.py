@@ -8,7 +8,7 @@ import torch
 
 from experiments import synthetic
 from experiments.sequence_model import SequenceModel, SequenceModelConfig
-from sigattn.models.saving import build, load, save
+from sigattn.models.saving import build
 
 
 def test_k_summation():
@@ -52,12 +52,8 @@ def test_pair_repeat():
 
 
 def test_pair_repeat_metrics():
-    class Fixed(torch.nn.Module):
-        def forward(self, symbols):
-            return symbols[:, :1].float() - 0.5
-
-    batch = (torch.tensor([[0], [1], [1], [0]]), torch.tensor([0, 1, 0, 1]))
-    metrics = synthetic.PairRepeat().evaluate(Fixed(), [batch])
+    logits, answers = torch.tensor([[-0.5], [0.5], [0.5], [-0.5]]), torch.tensor([0, 1, 0, 1])
+    metrics = synthetic.PairRepeat().evaluate(torch.nn.Identity(), [(logits, answers)])
     assert metrics["accuracy"] == 0.5
     expected = (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(0.5))) / 2
     assert metrics["loss"] == pytest.approx(expected)
@@ -76,13 +72,11 @@ def test_parameters():
 
 
 @pytest.mark.parametrize("kind", ["transformer", "mlp"])
-def test_sequence_models_are_saved(kind, tmp_path):
+def test_sequence_models_take_numbers_or_symbols_of_one_length(kind):
     config = SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=6, kind=kind)
     numbers = SequenceModel(config)
     assert numbers(torch.randn(3, 6)).shape == (3, 1)
     symbols = SequenceModel(replace(config, num_symbols=4, num_outputs=2))
-    inputs = torch.randint(5, (3, 6))
-    save(symbols, tmp_path)
-    torch.testing.assert_close(load(tmp_path)(inputs), symbols(inputs))
+    assert symbols(torch.randint(5, (3, 6))).shape == (3, 2)
     with pytest.raises(ValueError, match=r"\(batch, 6\), got \(3, 7\)"):
         numbers(torch.randn(3, 7))
