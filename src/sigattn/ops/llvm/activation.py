@@ -1,4 +1,4 @@
-"""The logistic function of vectors of float32."""
+"""The logistic function of vectors of float32, several at once."""
 
 from __future__ import annotations
 
@@ -6,48 +6,46 @@ from sigattn.ops.llvm.builder import Builder, Value
 
 LOG2_E = 1.44269504088896341
 _LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| up to this
+_INFINITE = 89.0  # exp(x) of float32 is infinite
 _LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
 _SHIFT = 1.5 * 2**23 + 127  # the last bits of x + _SHIFT are 127 plus the integer nearest to x
 _EXP2 = (0.009570101276, 0.055917859077, 0.240247443318, 0.693121790886, 0.999999284744)  # 2^x, |x| up to 1/2
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# e^x, |x| up to log(2) / 2
+_EXP = (1.38143206e-3, 8.36885069e-3, 4.16684002e-2, 1.66665196e-1, 4.99999940e-1, 1.0, 1.0)
 _EXPONENT = 23  # position of the exponent in the bits of a float32
 
 
-def sigmoid(b: Builder, x: Value) -> Value:
-    """Return σ(x) = 1 / (1 + exp(-x)), relative error a few units of the last place; 0 below -87, NaN for NaN."""
-    y, largest = -x, b.vector(_LARGEST)
-    small = y > largest
-    y = b.select(small, largest, y)
-    y = b.select(y < -_LARGEST, b.vector(-_LARGEST), y)
-    return b.select(small, b.vector(0.0), b.divide(b.vector(1.0), 1.0 + _exp(b, y)))
+def sigmoid(b: Builder, ys: list[Value]) -> list[Value]:
+    """Return 1 / (1 + exp(y)) of vectors, relative error a few units of the last place; 0 above 87, NaN for NaN."""
+    ys = [b.select(y > _LARGEST, b.vector(_INFINITE), y) for y in ys]
+    ys = [b.select(y < -_LARGEST, b.vector(-_LARGEST), y) for y in ys]
+    shifted = b.together([b.fma(y, b.vector(LOG2_E), b.vector(_SHIFT)) for y in ys])
+    integers = b.together([x - _SHIFT for x in shifted])
+    for part in _LOG_2:  # y - n · log 2
+        ys = b.together([b.fma(n, b.vector(-part), y) for n, y in zip(integers, ys, strict=True)])
+    return [1.0 / divisor for divisor in _add_one(b, _polynomials(b, _EXP, ys), shifted)]
 
 
-def coarse_sigmoid(b: Builder, y: Value) -> Value:
-    """Return 1 / (1 + 2^y), relative error up to 2^-13: a small part of that of rounding it to bfloat16."""
-    y = b.select(y > 128.0, b.vector(128.0), y)  # 2^128 is infinite; NaN remains
-    y = b.select(y < -126.0, b.vector(-126.0), y)
-    shifted = y + _SHIFT
-    fraction = y - (shifted - _SHIFT)
-    p = _polynomial(b, _EXP2, fraction)
-    power = (shifted.bitcast(b.int32s) << _EXPONENT).bitcast(b.floats)
-    divisor = b.fma(p, power, b.vector(1.0))
-    return b.estimate_reciprocal(divisor)  # relative error up to 2^-14
+def coarse_sigmoid(b: Builder, ys: list[Value]) -> list[Value]:
+    """Return 1 / (1 + 2^y) of vectors, relative error up to 2^-13: a small part of that of rounding to bfloat16."""
+    ys = [b.select(y > 128.0, b.vector(128.0), y) for y in ys]  # 2^128 is infinite; NaN remains
+    ys = [b.select(y < -126.0, b.vector(-126.0), y) for y in ys]
+    shifted = b.together([y + _SHIFT for y in ys])
+    integers = b.together([x - _SHIFT for x in shifted])
+    fractions = b.together([y - n for n, y in zip(integers, ys, strict=True)])
+    divisors = _add_one(b, _polynomials(b, _EXP2, fractions), shifted)
+    return [b.estimate_reciprocal(divisor) for divisor in divisors]  # relative error up to 2^-14
 
 
-def _exp(b: Builder, x: Value) -> Value:
-    """Return e to the power of x for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
-    n = b.nearest_integer(x * LOG2_E)
-    r = x
-    for part in _LOG_2:
-        r = b.fma(n, b.vector(-part), r)
-    p = b.fma(_polynomial(b, _EXP, r), r * r, r + 1.0)
-    power = ((n.to_int32() + 127) << _EXPONENT).bitcast(b.floats)
-    return p * power
+def _add_one(b: Builder, factors: list[Value], shifted: list[Value]) -> list[Value]:
+    """Return 1 + factor · 2^n, given n + ``_SHIFT``."""
+    powers = [(x.bitcast(b.int32s) << _EXPONENT).bitcast(b.floats) for x in shifted]
+    return [b.fma(factor, power, b.vector(1.0)) for factor, power in zip(factors, powers, strict=True)]
 
 
-def _polynomial(b: Builder, coefficients: tuple[float, ...], x: Value) -> Value:
-    """Return the polynomial with these coefficients, that of the largest power first."""
-    p = b.vector(coefficients[0])
+def _polynomials(b: Builder, coefficients: tuple[float, ...], xs: list[Value]) -> list[Value]:
+    """Return the polynomials with these coefficients, that of the largest power first."""
+    ps = [b.vector(coefficients[0])] * len(xs)
     for coefficient in coefficients[1:]:
-        p = b.fma(p, x, b.vector(coefficient))
-    return p
+        ps = b.together([b.fma(p, x, b.vector(coefficient)) for p, x in zip(ps, xs, strict=True)])
+    return ps

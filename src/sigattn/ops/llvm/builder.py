@@ -301,10 +301,6 @@ class Builder:
         """Return a · b + c, rounded once."""
         return self.intrinsic(f"llvm.fma.v{self.lanes}f32", a, b, c)
 
-    def divide(self, a: Value, b: Value) -> Value:
-        """Return a / b; the last bits depend on the processor's approximation of a reciprocal."""
-        return Value(self, self.ir.fdiv(a.raw, b.raw, flags=("arcp", "afn", "reassoc", "contract")))
-
     def estimate_reciprocal(self, x: Value) -> Value:
         """Return 1 / x, relative error up to 2^-14: by an instruction of AVX-512, elsewhere exact."""
         if self.lanes < 16:
@@ -312,9 +308,17 @@ class Builder:
         all_lanes = Value(self, constant(-1, INT16))
         return self.intrinsic("llvm.x86.avx512.rcp14.ps.512", x, self.vector(0.0), all_lanes)
 
-    def nearest_integer(self, x: Value) -> Value:
-        """Return the nearest integer, as float32."""
-        return self.intrinsic(f"llvm.rint.v{self.lanes}f32", x)
+    def together(self, vectors: list[Value]) -> list[Value]:
+        """Return the same vectors, all of which are computed before one of the results is used.
+
+        LLVM would order chains of dependent instructions one after the other, and the processor wait for each. Empty
+        assembly, which seems to change the vectors, keeps them side by side.
+        """
+        kind, register = ir.LiteralStructType([self.floats] * len(vectors)), "w" if self.by_element else "v"
+        constraints = [f"={register}"] * len(vectors) + [str(i) for i in range(len(vectors))]
+        assembly = ir.InlineAsm(ir.FunctionType(kind, list(kind.elements)), "", ",".join(constraints))
+        results = self.ir.call(assembly, [vector.raw for vector in vectors])
+        return [Value(self, self.ir.extract_value(results, i)) for i in range(len(vectors))]
 
     def sum(self, vector: Value) -> Value:
         """Return the sum of a vector's numbers, in any order."""

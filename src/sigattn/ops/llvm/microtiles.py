@@ -8,6 +8,7 @@ Hashes are int32, masks bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from sigattn.ops import dropout
 from sigattn.ops.llvm.activation import LOG2_E, coarse_sigmoid, sigmoid
@@ -61,6 +62,11 @@ class Microtiles(Module):
 
     # weights
 
+    @property
+    def _activation(self) -> tuple[float, Callable[[Builder, list[Value]], list[Value]]]:
+        """The unit of the logits, and the function that computes weights of logits in this unit."""
+        return (-1.0, sigmoid) if self.per_word == 1 else (-LOG2_E, coarse_sigmoid)
+
     @function
     def weights(
         self, b: Builder, has_alibi: bool, has_mask: bool,
@@ -75,7 +81,7 @@ class Microtiles(Module):
             first, last: columns of the first and the last key that the first query sees; they may lie outside.
             count: number of columns that exist.
         """
-        unit = 1.0 if self.per_word == 1 else -LOG2_E  # of the logits: coarse_sigmoid takes powers of 2
+        unit, activation = self._activation
         factor, zero = b.splat(scale * unit), b.vector(0.0)
         if has_alibi:
             slopes_before, slopes_after = (b.splat((slopes + side).load() * unit) for side in (0, 1))
@@ -83,21 +89,36 @@ class Microtiles(Module):
             row_bias, mask_row = b.splat(bias[r].load() * unit), mask[r].of(FLOAT)
             low = self._column(b, first + r)
             high = self._column(b, b.minimum(last + r, count - 1))
-            for c in range(self.registers.columns):
-                scores, term = tile[r] + c * b.lanes, row_bias
+            scores = [tile[r] + c * b.lanes for c in range(self.registers.columns)]
+            logits, visible = [], []
+            for c, score in enumerate(scores):
+                term = row_bias
                 if has_alibi:
                     before, after = self._distances(b, distance + r, c)
                     term = b.fma(-slopes_before, before, term)
                     term = b.fma(-slopes_after, after, term)
                 column = b.lane_indices() + c * b.lanes
-                visible = (column >= low) & (column <= high)
+                is_visible = (column >= low) & (column <= high)
                 if has_mask:
                     added = (mask_row + c * b.lanes).load_vector()
                     term = b.fma(b.vector(unit), added, term)
-                    visible = visible & (added != -math.inf)  # its sum with a logit of inf or NaN is NaN
-                logits = b.fma(scores.load_vector(), factor, term)
-                weights = sigmoid(b, logits) if self.per_word == 1 else coarse_sigmoid(b, logits)
-                scores.store(b.select(visible, weights, zero))
+                    is_visible = is_visible & (added != -math.inf)  # its sum with a logit of inf or NaN is NaN
+                logits.append(b.fma(score.load_vector(), factor, term))
+                visible.append(is_visible)
+            for score, weight, is_visible in zip(scores, activation(b, logits), visible, strict=True):
+                score.store(b.select(is_visible, weight, zero))
+
+    @function
+    def plain_weights(self, b: Builder, rows: Value, scale: Value, bias: Matrix, tile: Matrix) -> None:
+        """Compute P = σ(scale · S + bias) in place of S, without ALiBi and a mask, where all rows see all keys."""
+        unit, activation = self._activation
+        factor = b.splat(scale * unit)
+        with b.loop(0, rows) as r:
+            row_bias = b.splat(bias[r].load() * unit)
+            scores = [tile[r] + c * b.lanes for c in range(self.registers.columns)]
+            logits = [b.fma(score.load_vector(), factor, row_bias) for score in scores]
+            for score, weight in zip(scores, activation(b, logits), strict=True):
+                score.store(weight)
 
     @function
     def hide(self, b: Builder, rows: Value, tile: Matrix, mask: Matrix) -> None:
