@@ -314,6 +314,8 @@ class Builder:
         LLVM would order chains of dependent instructions one after the other, and the processor wait for each. Empty
         assembly, which seems to change the vectors, keeps them side by side.
         """
+        if len(vectors) == 1:
+            return vectors
         kind, register = ir.LiteralStructType([self.floats] * len(vectors)), "w" if self.by_element else "v"
         constraints = [f"={register}"] * len(vectors) + [str(i) for i in range(len(vectors))]
         assembly = ir.InlineAsm(ir.FunctionType(kind, list(kind.elements)), "", ",".join(constraints))
