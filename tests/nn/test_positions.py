@@ -6,61 +6,52 @@ import pytest
 import torch
 
 from sigattn.nn.cape import Cape, ImageCape
-from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding, image_sinusoids
+from sigattn.nn.position import (
+    Alibi,
+    LearnableEmbedding,
+    RotaryEmbedding,
+    SinusoidalEmbedding,
+    alibi_slopes,
+    image_sinusoids,
+)
 
 
-class TestCape:
-    def test_without_training_it_is_sines_of_seconds(self):
-        layer = Cape(4, step=0.03, frequency_scale=30.0).eval()
-        out = layer(torch.zeros(1, 3, 4))[0]
-        for i in range(3):
-            for k in range(2):
-                angle = 30 * 10_000 ** (-2 * k / 4) * 0.03 * i
-                torch.testing.assert_close(out[i, 2 * k : 2 * k + 2], torch.tensor([math.cos(angle), math.sin(angle)]))
+def interleaved(*features):
+    return torch.stack(features, -1).flatten(-2)
 
-    @staticmethod
-    def times(layer, samples, length):
-        """Recover t from the slowest pair of features, which turns less than once."""
-        out = layer(torch.zeros(samples, length, 8))
-        return torch.atan2(out[..., 7], out[..., 6]) / layer.frequencies[3]
 
-    def test_augmentations_stay_within_their_limits_and_in_order(self):
-        slow = {"step": 0.03, "frequency_scale": 1.0}
-        still = {"max_global_shift": 0.0, "max_local_shift": 0.0, "max_scale": 1.0}
-        plain = 0.03 * torch.arange(20)
-        shifted = self.times(Cape(8, **slow, **{**still, "max_global_shift": 5.0}), 500, 20)
-        shift = (shifted - plain).mean(1)
-        assert (shifted - plain - shift[:, None]).abs().max() < 1e-3  # one shift for all positions of a sample
-        assert -5.001 < shift.min() < -4.5
-        assert 4.5 < shift.max() < 5.001
-        jittered = self.times(Cape(8, **slow, **{**still, "max_local_shift": 0.5}), 200, 20)
-        assert (jittered - plain).abs().max() <= 0.5 * 0.03 + 1e-3
-        assert (jittered - plain).abs().max() > 0.45 * 0.03
-        assert (jittered.diff() > -1e-3).all()
-        scaled = self.times(Cape(8, **slow, **{**still, "max_scale": 2.0}), 500, 20)[:, -1] / plain[-1]
-        assert 0.49 < scaled.min() < 0.55
-        assert 1.8 < scaled.max() < 2.01
+def test_rope_is_a_rotation_by_position_times_frequency():
+    x = torch.randn(1, 1, 5, 6)
+    turned = RotaryEmbedding(6, base=100.0)(x)
+    angles = torch.arange(5)[:, None] * 100.0 ** (-torch.arange(3) / 3)
+    expected = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(5, 3), angles)
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1))
 
-    def test_shifts_of_speech_cover_a_minute_and_nothing_is_scaled(self):
-        """As in flashlight's cape/plugin/ctc_str3_tl_main_sinpos_trick_dp01_gl60s_nopad.cpp: 60 * 30, 1."""
-        times = self.times(Cape(8, frequency_scale=0.01, max_local_shift=0.0), 500, 20)
-        assert (times.diff() - 0.03).abs().max() < 2e-2
-        assert -30.1 < times[:, 0].min() < -28
-        assert 28 < times[:, 0].max() < 30.1
 
-    def test_images(self):
-        layer = ImageCape(8, 2, 3).eval()
-        out = layer(torch.zeros(2, 6, 8))
-        places = [(x, y) for y in (-1, 1) for x in (-1, 0, 1)]
-        for i, (x, y) in enumerate(places):
-            for k in range(4):
-                angle = math.pi * 10 ** (2 * k / 8) * (math.cos(k) * x + math.sin(k) * y)
-                expected = torch.tensor([math.cos(angle), math.sin(angle)])
-                torch.testing.assert_close(out[1, i, 2 * k : 2 * k + 2], expected, atol=1e-4, rtol=0)
-        layer.train()
-        moved = layer(torch.zeros(2, 6, 8))
-        assert not torch.allclose(moved[0], moved[1])
-        assert torch.isfinite(ImageCape(8, 1, 1)(torch.zeros(1, 1, 8))).all()
+def test_alibi_slopes_are_the_paper_s():
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    twelve = alibi_slopes(12).tolist()  # the eight of 8 heads, then every other one of 16
+    assert twelve[:8] == [2.0**-i for i in range(1, 9)]
+    assert twelve[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    before, after = Alibi(4, "split", steepness=4.0)().unbind(-1)
+    assert (after[0, ::2] == 4 * before[0, ::2]).all()
+    assert (before[0, 1::2] == 4 * after[0, 1::2]).all()
+
+
+def test_encodings_that_are_added_to_the_input():
+    sinusoidal = torch.arange(2, 5)[:, None] / torch.tensor([1.0, 10.0])
+    seconds = 0.03 * torch.arange(3)[:, None] * 30 * 10_000 ** (-torch.arange(2) / 2)
+    x, y = torch.tensor([(x, y) for y in (-1.0, 1.0) for x in (-1.0, 0.0, 1.0)]).split(1, 1)
+    k = torch.arange(4)
+    plane = math.pi * 10 ** (2 * k / 8) * (k.cos() * x + k.sin() * y)
+    learned = LearnableEmbedding(5, 4)
+    for out, expected in (
+        (SinusoidalEmbedding(4, base=100.0)(torch.zeros(1, 3, 4), 2), interleaved(sinusoidal.sin(), sinusoidal.cos())),
+        (Cape(4).eval()(torch.zeros(1, 3, 4)), interleaved(seconds.cos(), seconds.sin())),
+        (ImageCape(8, 2, 3).eval()(torch.zeros(1, 6, 8)), interleaved(plane.cos(), plane.sin())),
+        (learned(torch.zeros(1, 3, 4), 2), learned.weight[2:]),
+    ):
+        torch.testing.assert_close(out[0], expected, atol=1e-4, rtol=0)
 
 
 def test_image_sinusoids():
@@ -72,19 +63,54 @@ def test_image_sinusoids():
             torch.testing.assert_close(table[3 * row + column], torch.tensor(halves))
 
 
+class TestAugmentationOfCape:
+    @staticmethod
+    def times(layer, length=20):
+        """Recover t of 500 samples from the slowest pair of features, which turns less than once."""
+        out = layer(torch.zeros(500, length, 8))
+        return torch.atan2(out[..., 7], out[..., 6]) / layer.frequencies[3]
+
+    def test_it_stays_within_its_limits_and_in_order(self):
+        slow = {"step": 0.03, "frequency_scale": 1.0}
+        still = {"max_global_shift": 0.0, "max_local_shift": 0.0, "max_scale": 1.0}
+        plain = 0.03 * torch.arange(20)
+        shifted = self.times(Cape(8, **slow, **{**still, "max_global_shift": 5.0}))
+        shift = (shifted - plain).mean(1)
+        assert (shifted - plain - shift[:, None]).abs().max() < 1e-3  # one shift for all positions of a sample
+        assert -5.001 < shift.min() < -4.5
+        assert 4.5 < shift.max() < 5.001
+        jittered = self.times(Cape(8, **slow, **{**still, "max_local_shift": 0.5}))
+        assert 0.45 * 0.03 < (jittered - plain).abs().max() <= 0.5 * 0.03 + 1e-3
+        assert (jittered.diff() > -1e-3).all()
+        scaled = self.times(Cape(8, **slow, **{**still, "max_scale": 2.0}))[:, -1] / plain[-1]
+        assert 0.49 < scaled.min() < 0.55
+        assert 1.8 < scaled.max() < 2.01
+
+    def test_shifts_of_speech_cover_a_minute_and_nothing_is_scaled(self):
+        """As in flashlight's cape/plugin/ctc_str3_tl_main_sinpos_trick_dp01_gl60s_nopad.cpp: 60 * 30, 1."""
+        times = self.times(Cape(8, frequency_scale=0.01, max_local_shift=0.0))
+        assert (times.diff() - 0.03).abs().max() < 2e-2
+        assert -30.1 < times[:, 0].min() < -28
+        assert 28 < times[:, 0].max() < 30.1
+
+    def test_images_move_apart(self):
+        moved = ImageCape(8, 2, 3)(torch.zeros(2, 6, 8))
+        assert not torch.allclose(moved[0], moved[1])
+        assert torch.isfinite(ImageCape(8, 1, 1)(torch.zeros(1, 1, 8))).all()
+
+
 LAYERS = (RotaryEmbedding, lambda _: Alibi(6, "split"), SinusoidalEmbedding, Cape, lambda dim: ImageCape(dim, 2, 2))
 
 
 @pytest.mark.parametrize("make", LAYERS)
 def test_buffers_can_be_filled_after_the_meta_device(make):
-    there = make(8)
     with torch.device("meta"):
-        empty = make(8)
-    filled = empty.to_empty(device="cpu")
+        filled = make(8)
+    filled.to_empty(device="cpu")
     for buffer in filled.buffers():
         buffer.fill_(torch.nan)
     filled.reset_parameters()
-    for a, b in zip(there.buffers(), filled.buffers(), strict=True):
+    for a, b in zip(make(8).buffers(), filled.buffers(), strict=True):
         torch.testing.assert_close(a, b)
 
 
