@@ -86,13 +86,13 @@ OF_TRANSFORMERS := transformers transformers_conversion transformers_model trans
 
 test-integrations-%: .venv-integrations-%/installed
 	files=$$(cd .venv-integrations-$*/lib/python*/site-packages && \
-	    for name in timm:integrations/test_timm_conversion llvmlite:ops/test_llvm \
+	    for name in timm:integrations/test_timm llvmlite:ops/test_llvm \
 	        $(OF_TRANSFORMERS:%=transformers:integrations/test_%); do \
 	        test ! -d $${name%%:*} || echo tests/$${name#*:}.py; \
 	    done) && test -z "$$files" || \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src .venv-integrations-$*/bin/python -m pytest --durations=5 \
 	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
-	    weight_decay) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" $$files
+	    weight_decay) and not (test_timm and not vision_transformers) and not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" $$files
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or kernels" \

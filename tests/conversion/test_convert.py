@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from sigattn.conversion import ConversionReport, HeadReport, LayerReport, convert
-from sigattn.models import LanguageModel, LanguageModelConfig
-from tests.conversion.test_fit import least_squares
-
-CONFIG = LanguageModelConfig(
-    activation="softmax", num_layers=2, embed_dim=16, num_heads=4, vocab_size=32, max_seq_len=24
-)
+from tests.conversion.layers import language, least_squares
 
 
 def model_and_batches(**changes):
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(**{**vars(CONFIG), **changes}))
+    model = language(**changes)
     for block in model.blocks:
         block.attention.query.weight.data *= 3  # attention that is not uniform
     tokens = torch.randint(32, (8, 2, 25))
@@ -69,13 +64,6 @@ def test_the_losses_are_those_of_the_models():
     with torch.no_grad():
         outputs = [torch.cat([m(tokens) for tokens, _ in held_out]) for m in (softmax, model)]
     assert report.change == pytest.approx(float((outputs[1] - outputs[0]).norm() / outputs[0].norm()), rel=1e-3)
-
-
-@pytest.mark.parametrize("batches", [{"tokens": torch.zeros(2, 4)}, "text", torch.zeros(2, 4)])
-def test_a_single_batch_is_no_list_of_batches(batches):
-    model, _ = model_and_batches()
-    with pytest.raises(TypeError, match="iterable of batches"):
-        convert(model, batches)
 
 
 def report_of(error, loss=1.0):

@@ -1,4 +1,4 @@
-"""Conversion of every family: the fit against float64, the swapped model against the formula, what is refused."""
+"""Conversion of every family: the fit against float64, the swapped model against the formula, restored models."""
 
 import contextlib
 import copy
@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from sigattn.conversion import ConversionError, convert, restore
 from sigattn.models import (
-    LanguageModel,
-    LanguageModelConfig,
     MaskedAutoencoder,
     MaskedAutoencoderConfig,
     SpeechModel,
@@ -24,37 +22,15 @@ from sigattn.models import (
     saving,
 )
 from sigattn.models.transformer import Transformer
-from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention
-from tests.conversion.replacing import replace
-from tests.conversion.test_fit import least_squares
+from sigattn.nn import Attention, SigmoidMultiheadAttention
+from tests.conversion.layers import Attend, Both, X, language, least_squares, replace
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
 
 
-def language(**changes):
-    return LanguageModel(LanguageModelConfig(**{**SMALL, "vocab_size": 32, "max_seq_len": 24, **changes}))
-
-
 def tokens(*shape):
     return torch.randint(32, (6, *shape))
-
-
-class Attend(nn.Module):
-    """Self- or cross-attention of (B, N, 16) by PyTorch's function, with the options that it takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def heads(self, x, y):
-        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
-        k, v = self.kv(y).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)  # two key heads
-        return q, k, v
-
-    def forward(self, x, y=None, **options):
-        out = F.scaled_dot_product_attention(*self.heads(x, x if y is None else y), enable_gqa=True, **options)
-        return out.transpose(1, 2).flatten(2)
 
 
 class ByMethod(Attend):
@@ -75,7 +51,6 @@ def padding_mask(*lengths, size=7):
     return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
-X = torch.randn(6, 2, 7, 16, generator=torch.Generator().manual_seed(3))
 OTHER = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(4))
 ADDED = torch.zeros(2, 1, 1, 7).masked_fill(~padding_mask(7, 4), torch.finfo().min)
 FORMS = {  # the options of a call, and the keys that its queries see
@@ -331,17 +306,6 @@ def test_a_layer_whose_output_is_zero_at_first():
     assert report.layers[0].error == 0
 
 
-class Both(nn.Module):
-    """Attention that can be converted, and one that cannot, or a router."""
-
-    def __init__(self, second):
-        super().__init__()
-        self.first, self.second = Attend(), second
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 class Gated(Attend):
     """Attention, and a softmax that is none, in one layer."""
 
@@ -378,134 +342,3 @@ def test_a_softmax_that_is_no_attention_stays_and_the_rest_is_restored_with_an_e
     torch.testing.assert_close(new(X[0]), model(X[0]))
     with pytest.raises(RuntimeError if kind is Gated else ConversionError, match=r"with example=|pass example="):
         (restore(by_code, model.state_dict()), by_code(X[0]))
-
-
-def plain_attributes(module):
-    """Return the attributes of a module by name, with the values of those that are settings."""
-    return {k: v if isinstance(v, (bool, int, float, str)) else type(v) for k, v in vars(module).items()}
-
-
-def refused(model, batches, message, **options):
-    """Expect an error with this message, and a model that is as before."""
-    before, classes = pickle.dumps(model.state_dict()), [type(m) for m in model.modules()]
-    attributes = [plain_attributes(m) for m in model.modules()]
-    with pytest.raises(ConversionError, match=message):
-        convert(model, batches, **options)
-    assert pickle.dumps(model.state_dict()) == before
-    assert [type(m) for m in model.modules()] == classes
-    assert [plain_attributes(m) for m in model.modules()] == attributes
-    assert all(m.activation == "softmax" for m in model.modules() if isinstance(m, Attention))
-
-
-def language_with(change, **settings):
-    model = language(**settings)
-    change(model)
-    return model
-
-
-def set_to_nan(name):
-    return lambda model: model.get_parameter(name)[0].detach().fill_(math.nan)
-
-
-def unreached(model):
-    model.unused = Attention(8, 2, activation="softmax", attention_bias=None)
-
-
-def custom_attention(model):
-    model.blocks[0].attention.attention_fn = lambda *args: args[1]
-
-
-def loss_without_labels(model, batch):
-    raise KeyError("labels")
-
-
-class Values(Attend):
-    """With values that are infinite for large inputs."""
-
-    def forward(self, x):
-        q, k, v = self.heads(x, x)
-        v = v + (math.inf if x.abs().max() > 50 else 0)
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
-
-
-class OneHead(Attend):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
-
-
-class TwoSizes(Attend):
-    def forward(self, x):
-        q, k, v = self.heads(x, x)
-        return super().forward(x) + F.scaled_dot_product_attention(q[:, :2], k, v).sum()
-
-
-def with_bad_batch(at, value, count=6):
-    return [value if i == at else x for i, x in enumerate(X[:count])]
-
-
-def with_nan(at):
-    return [x.index_fill(1, torch.tensor(3), math.nan) if i == at else x for i, x in enumerate(X)]
-
-
-TOKENS = list(torch.randint(32, (6, 2, 9), generator=torch.Generator().manual_seed(0)))
-WRONG = torch.zeros(2, 7, 5)
-REFUSED = {
-    "no batches": (Attend, [], "batches is empty"),
-    "a wrong batch": (Attend, [WRONG], "does not run on batch 0 of 1: RuntimeError"),
-    "a wrong batch, held out": (Attend, with_bad_batch(4, WRONG, 5), "does not run on batch 4 of 5"),
-    "no attention": (lambda: nn.Linear(16, 16), list(X), "Linear has no softmax attention"),
-    "attention that is not reached": (
-        lambda: language_with(unreached), TOKENS, "do not reach the attention of 'unused'"
-    ),
-    "NaN in a query": (
-        lambda: language_with(set_to_nan("blocks.1.attention.query.weight")), TOKENS,
-        r"logits of 'blocks\.1\.attention' are not finite",
-    ),
-    "NaN in a value": (
-        lambda: language_with(set_to_nan("blocks.1.attention.value.weight")), TOKENS,
-        r"outputs of 'blocks\.1\.attention' are not finite",
-    ),
-    "infinite values, held out": (
-        lambda: Both(Values()), with_bad_batch(5, X[5] * 100), "attention outputs of 'second' are not finite"
-    ),
-    "NaN in a held-out batch": (lambda: Both(Attend()), with_nan(5), "of 'first' are not finite"),
-    "an infinite loss": (
-        language, TOKENS, "loss must be finite", {"loss": lambda m, b: m(b).sum() * math.inf}
-    ),
-    "an error of the loss": (language, TOKENS, "KeyError: 'labels'", {"loss": loss_without_labels}),
-    "three dimensions": (OneHead, list(X), r"shape \(B, H, N, D\), got \(2, 7, 16\)"),
-    "two sizes": (lambda: Both(TwoSizes()), list(X), "'second' calls attention with 4 and with 2 heads"),
-    "an attention function": (lambda: language_with(custom_attention), TOKENS, "has a custom attention_fn"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_converted_is_refused_and_unchanged(name):
-    make, batches, message, *options = REFUSED[name]
-    refused(make(), batches, message, **(options[0] if options else {}))
-
-
-def test_a_converted_model_is_not_converted_again():
-    for model, batches in (language(), TOKENS), (Attend(), list(X)):
-        convert(model, batches)
-        with pytest.raises(ConversionError, match="has sigmoid attention already"):
-            convert(model, batches)
-
-
-def test_offloaded_weights_are_refused():
-    accelerate = pytest.importorskip("accelerate")
-    model = Both(Attend())
-    accelerate.cpu_offload(model, execution_device="cpu")
-    with pytest.raises(ConversionError, match="'first', 'second' are on the meta device"):
-        convert(model, list(X))
-    assert type(model.first) is Attend
-
-
-@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPModule"])
-def test_learned_biases_within_distributed_training_are_refused(wrapper):
-    """It would not synchronise their gradients. (The classes are recognised by name.)"""
-    wrapped = type(wrapper, (Both,), {})(Attend())
-    refused(wrapped, list(X), rf"'' \({wrapper}\) is part of distributed training")
-    with pytest.raises(ValueError, match="is part of distributed training"):
-        replace(wrapped, bias=LearnableBias(-1.0))
-    replace(wrapped)

@@ -1,8 +1,7 @@
-"""The least-squares fit of one layer, compared with NumPy's on the same rows in float64."""
+"""The least-squares fit of one layer. (Compared with NumPy's: test_families.py.)"""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,14 +23,6 @@ def fitted(*rows):
     for part in rows:
         fit.update(part)
     return fit.solve()
-
-
-def least_squares(x, y):
-    """Minimise mean (y - c - a x)² + 0.01 (a + 1)², as rows of a design matrix; return c, below the margin, and a."""
-    count = len(x)
-    design = np.concatenate([np.stack([np.ones(count), x], 1), [[0, math.sqrt(0.01 * count)]]])
-    c, a = np.linalg.lstsq(design, np.concatenate([y, [-math.sqrt(0.01 * count)]]), rcond=None)[0]
-    return c - MARGIN - SPREAD * (y - c - a * x).std(), a
 
 
 def test_rows_of_nearly_one_length_give_a_slope_near_minus_one():

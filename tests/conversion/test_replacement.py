@@ -1,7 +1,6 @@
-"""Conversion without batches: models of others compared with the formula, and refusals by name."""
+"""Conversion without batches: layers compared with the formula, saved models, and calls that cannot be served."""
 
 import copy
-import functools
 import math
 import pickle
 import threading
@@ -14,60 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sigattn import convert
-from sigattn.models import LanguageModel, LanguageModelConfig, saving
-from sigattn.nn import (
-    AlibiKeysBias,
-    BatchLengthBias,
-    ContextLengthBias,
-    LearnableBias,
-    QuadraticBias,
-    QueryBias,
-    SampleLengthBias,
-    VisibleKeysBias,
-)
-from tests.conversion.replacing import converted, replace
+from sigattn.models import LanguageModel, saving
+from sigattn.nn import BatchLengthBias, ContextLengthBias, LearnableBias
+from tests.conversion.layers import SDPA, TOKENS, Attend, EagerAttention, Net, X, converted, language, replace
+
+X = X[0]
 
 
-class FusedAttention(nn.Module):
-    """As timm writes it."""
-
-    def __init__(self, width=8, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x, mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.proj(x.transpose(1, 2).flatten(2))
-
-
-class Locked(FusedAttention):
+class Locked(Attend):
     """With a lock, which its state leaves out."""
 
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "lock"}
-
-
-class EagerAttention(nn.Module):
-    def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
-
-
-class Net(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x).softmax(-1)  # no attention
-
-
-X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-SDPA = "scaled_dot_product_attention"
 
 
 class Recomputed(torch.autograd.Function):
@@ -86,55 +43,39 @@ CALLS_WITH_OWN_BACKWARD = {
 
 class TestLayersThatCallTheFunction:
     def test_each_layer_learns_its_own_bias(self):
-        net = Net(FusedAttention(), FusedAttention())
+        net = Net(Attend(), Attend())
         replace(net, bias=LearnableBias(-1.0))
-        net(torch.randn(2, 5, 8))[..., 0].sum().backward()
+        net(X)[..., 0].sum().backward()
         biases = [p for n, p in net.named_parameters() if "sigmoid_bias" in n]
         assert len(biases) == 2
         assert all(p.grad.abs() > 0 for p in biases)
 
     def test_a_forward_without_attention_raises(self):
-        class Sometimes(FusedAttention):
+        class Sometimes(Attend):
             def forward(self, x, skip=False):
                 return x if skip else super().forward(x)
 
-        layer, x = Sometimes(), torch.randn(2, 5, 8)
+        layer = Sometimes()
         replace(layer)
-        assert layer(x).shape == x.shape
+        assert layer(X).shape == X.shape
         with pytest.raises(RuntimeError, match=r"Sometimes was converted .* this forward did not call"):
-            layer(x, skip=True)
+            layer(X, skip=True)
 
     def test_copies_and_pickles_of_a_layer_with_a_state_of_its_own(self):
-        net, x = Net(Locked()), torch.randn(2, 5, 8)
+        net = Net(Locked())
         net.layers[0].lock = threading.Lock()  # cannot be copied
         replace(net, bias=-1.0)
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-            torch.testing.assert_close(other(x), net(x))
-            other.layers[0].qkv.weight.data.zero_()
-            assert not torch.allclose(other(x), net(x))
-
-    def test_biases_that_need_more(self):
-        for bias in (SampleLengthBias(), QueryBias(), AlibiKeysBias(), QuadraticBias(2, 4, 4)):
-            with pytest.raises(ValueError, match=f"{type(bias).__name__} needs .* use another bias"):
-                replace(Net(FusedAttention()), bias=bias)
-
-    @pytest.mark.parametrize("kind", [FusedAttention, lambda: nn.MultiheadAttention(8, 2)])
-    def test_a_forward_of_the_instance_is_refused(self, kind):
-        """The hooks of accelerate, and torch.compile(layer.forward), call the forward of the class before."""
-        model = nn.Sequential(kind(), kind())
-        model[1].forward = functools.partial(model[1].forward)
-        before = [type(m) for m in model.modules()]
-        with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(\w+: \w+\). Its forward was set on the inst"):
-            replace(model)
-        assert [type(m) for m in model.modules()] == before
-        replace(model, keep=["1"])
+            torch.testing.assert_close(other(X), net(X))
+            other.layers[0].q.weight.data.zero_()
+            assert not torch.allclose(other(X), net(X))
 
     @pytest.mark.parametrize("call", CALLS_WITH_OWN_BACKWARD)
     def test_a_call_with_a_backward_pass_of_its_own_is_refused(self, call):
         """It would be softmax's, or repeat the call after the forward."""
         layer = type("Layer", (nn.Module,), {"forward": CALLS_WITH_OWN_BACKWARD[call]})()
         layer.function = Recomputed.apply
-        assert len(replace(nn.Sequential(FusedAttention(), layer))) == 2
+        assert len(replace(nn.Sequential(Attend(), layer))) == 2
         with pytest.raises(
             RuntimeError, match=r"Layer .* torch.utils.checkpoint, or an autograd.Function, around its attention fun"
         ):
@@ -166,8 +107,21 @@ class TestLayersThatCallTheFunction:
         torch.compiler.reset()
         function = layer if compiler is None else torch.compile(layer, backend=compiler)
         function(x).square().sum().backward()  # torch.autograd.grad does not support reentrant checkpoints
-        (expected,) = torch.autograd.grad(((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).square().sum(), x)
+        (expected,) = torch.autograd.grad(((x @ x.mT * 16**-0.5 - 1).sigmoid() @ x).square().sum(), x)
         torch.testing.assert_close(x.grad, expected)
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_the_rule_of_nested_sequences_is_that_of_each(self, normalize):
+        class Plain(nn.Module):
+            def forward(self, x):
+                return F.scaled_dot_product_attention(x, x, x)
+
+        model = nn.Sequential(Plain())
+        convert(model, normalize=normalize)
+        sequences = [torch.randn(n, 2, 8) for n in (3, 5)]
+        nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+        for sequence, out in zip(sequences, model(nested).transpose(1, 2).unbind(), strict=True):
+            torch.testing.assert_close(out, model(sequence.transpose(0, 1)[None])[0].transpose(0, 1))
 
 
 class Inherits(nn.MultiheadAttention):
@@ -178,11 +132,6 @@ class OwnForward(nn.MultiheadAttention):
     def forward(self, *args, **kwargs):
         out, weights = super().forward(*args, **kwargs)
         return 2 * out, weights
-
-
-class OwnSoftmax(nn.MultiheadAttention):
-    def forward(self, query, key, value, **_):
-        return (query @ key.mT).softmax(-1) @ value, None
 
 
 class Operators(TorchDispatchMode):
@@ -199,13 +148,7 @@ class Operators(TorchDispatchMode):
 
 
 class TestMultiheadAttention:
-    @staticmethod
-    def truth(layer, x, seen):
-        """Self-attention of (B, N, E) with b = -1, and weights (every option: tests/nn/test_converted_layers.py)."""
-        q, k, v = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        weights = (q @ k.mT * q.shape[-1] ** -0.5 - 1).sigmoid().masked_fill(~seen, 0)
-        return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+    """Every option: tests/nn/test_converted_layers.py."""
 
     @pytest.mark.parametrize(
         "masks",
@@ -228,61 +171,45 @@ class TestMultiheadAttention:
         with pytest.raises(ValueError, match=rf"multi_head_attention_forward: {next(iter(masks))} must be \("):
             layer(q, k, k, **masks)
 
+    @pytest.mark.parametrize("kind", [nn.MultiheadAttention, Inherits, OwnForward])
     @pytest.mark.parametrize("padded", [False, True])
-    def test_pytorch_s_fused_encoder_does_not_bring_softmax_back(self, padded):
+    @pytest.mark.parametrize("example", [None, (torch.randn(2, 5, 8),)], ids=["code", "run"])
+    def test_pytorch_s_fused_encoder_does_not_bring_softmax_back(self, kind, padded, example):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        layer.self_attn = kind(8, 2, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2)
-        replace(encoder, bias=-1.0)
-        x = torch.randn(2, 5, 8)
-        padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+        names = [f"layers.{i}.self_attn" for i in range(2)]
+        call = "multi_head_attention_forward"
+        assert replace(encoder, example, bias=-1.0) == [converted(name, kind.__name__, call) for name in names]
+        x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
         training = encoder.train()(x, src_key_padding_mask=padding)
-        with torch.no_grad(), Operators() as seen:
-            fast = encoder.eval()(x, src_key_padding_mask=padding)
-        assert not seen.softmax
-        with torch.inference_mode():
-            torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), training)
-        torch.testing.assert_close(fast, training)
-        seen = torch.ones(2, 1, 1, 5).bool() if padding is None else ~padding[:, None, None]
-        y, first = x, encoder.layers[0]
-        y = first.norm1(y + self.truth(first.self_attn, y, seen)[0])
+        for other in (encoder, copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+            for without_gradient in (torch.no_grad, torch.inference_mode):
+                with without_gradient(), Operators() as operators:
+                    fast = other.eval()(x, src_key_padding_mask=padding)
+                assert not operators.softmax
+                torch.testing.assert_close(fast, training)
+        first, seen = encoder.layers[0], torch.ones(2, 1, 1, 5).bool() if padding is None else ~padding[:, None, None]
+        attention = first.self_attn
+        q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
+        weights = (q @ k.mT * 4**-0.5 - 1).sigmoid().masked_fill(~seen, 0)
+        attended = attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+        y = first.norm1(x + attended * (2 if kind is OwnForward else 1))
         y = first.norm2(y + first.linear2(F.relu(first.linear1(y))))
         torch.testing.assert_close(first(x, src_key_padding_mask=padding), y)
+        torch.testing.assert_close(attention(x, x, x, padding)[1], weights.mean(1))
 
-    @pytest.mark.parametrize("own_forward", [False, True])
-    @pytest.mark.parametrize("by_example", [False, True])
-    def test_subclasses(self, own_forward, by_example):
-        kind = OwnForward if own_forward else Inherits
-        encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        encoder.self_attn = kind(8, 2, batch_first=True)
-        x, layer = torch.randn(2, 4, 8), encoder.self_attn
-        report = replace(encoder, (x,) if by_example else None, bias=-1.0)
-        assert report == [converted("self_attn", kind.__name__, "multi_head_attention_forward")]
-        assert isinstance(layer, kind)
-        expected, weights = self.truth(layer, x, torch.ones(4, 4, dtype=torch.bool))
-        out, average = layer(x, x, x)
-        torch.testing.assert_close(out, expected * (2 if own_forward else 1))
-        torch.testing.assert_close(average, weights.mean(1))
-        for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
-            with torch.no_grad(), Operators() as seen:
-                torch.testing.assert_close(other.eval()(x), encoder.train()(x))
-            assert not seen.softmax
-
-    def test_a_subclass_with_a_softmax_of_its_own_is_refused(self):
-        with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(OwnSoftmax: softmax\)"):
-            replace(nn.Sequential(nn.MultiheadAttention(8, 2), OwnSoftmax(8, 2)))
-
-
-@pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}, {"add_bias_kv": True}])
-def test_parameters_are_initialised_as_those_of_pytorch(options):
-    layer = nn.MultiheadAttention(16, 4, **options)
-    sigmoid_layer = copy.deepcopy(layer)
-    convert(sigmoid_layer)
-    torch.manual_seed(1)
-    layer._reset_parameters()
-    torch.manual_seed(1)
-    sigmoid_layer._reset_parameters()
-    for (name, expected), parameter in zip(layer.named_parameters(), sigmoid_layer.parameters(), strict=True):
-        assert torch.equal(parameter, expected), name
+    @pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}, {"add_bias_kv": True}])
+    def test_parameters_are_initialised_as_those_of_pytorch(self, options):
+        layer = nn.MultiheadAttention(16, 4, **options)
+        sigmoid_layer = copy.deepcopy(layer)
+        convert(sigmoid_layer)
+        for module in (layer, sigmoid_layer):
+            torch.manual_seed(1)
+            module._reset_parameters()
+        for (name, expected), parameter in zip(layer.named_parameters(), sigmoid_layer.parameters(), strict=True):
+            assert torch.equal(parameter, expected), name
 
 
 @pytest.mark.parametrize(("implementation", "bias", "recorded"), [("sdpa", None, "log_visible"), ("eager", -2.0, -2.0)])
@@ -311,79 +238,28 @@ def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recor
     assert other.config.sigmoid_bias == pytest.approx(-math.log(7) - 6)  # numbers are as given, rules are 6 less
 
 
-def test_a_model_of_this_library_is_saved_as_sigmoid(tmp_path):
-    """Its configuration names the bias, or the call raises."""
-    tokens = torch.randint(32, (1, 8))
-    config = LanguageModelConfig(
-        activation="softmax", num_layers=1, embed_dim=16, num_heads=2, vocab_size=32, max_seq_len=16
-    )
-    for bias in (None, -2.0, BatchLengthBias(), LearnableBias(-1.0), LearnableBias(-1.0, 2)):
-        model = LanguageModel(config).eval()
-        softmax = model(tokens)
-        replace(model, bias=bias)
-        expected = LanguageModel(model.config).eval()
-        expected.load_state_dict(model.state_dict())
-        assert not torch.allclose(model(tokens), softmax)
-        torch.testing.assert_close(model(tokens), expected(tokens))
-        saving.save(model, tmp_path / type(bias).__name__)
-        torch.testing.assert_close(saving.load(tmp_path / type(bias).__name__).eval()(tokens), model(tokens))
-    model = LanguageModel(config)
-    with pytest.raises(ValueError, match=r"no configuration of sigattn\.models names Twice"):
-        replace(model, bias=Twice())
-    assert model.blocks[0].attention.activation == "softmax"
-
-
-class Twice(VisibleKeysBias):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss": lambda model, batch: 0}, "loss applies only with batches"),
-        ({"max_error": 0.1}, "max_error applies only with batches, got max_error=0.1"),
-        ({"batches": [X], "example": (X,)}, "example applies only without batches"),
-        ({"batches": [X], "bias": -2.0}, "bias applies only without batches, got bias=-2.0"),
-        ({"batches": [X], "normalize": False}, "normalize=False applies only without batches"),
-        ({"batches": [X], "max_error": -1.0}, "max_error must be positive, got -1"),
-        (
-            {"batches": [X, X], "keep": ["a"]},
-            r"keep=\['a'\] matches no layer with a softmax; there are: '', 'layers.0'",
-        ),
-        ({"batches": [X, X], "max_error": 1e-9}, "error of every layer is above max_error=1e-09"),
-    ],
-)
-def test_arguments_that_exclude_each_other(arguments, message):
-    net = Net(FusedAttention())
-    with pytest.raises(ValueError, match=message):
-        convert(net, **arguments)
-    assert type(net.layers[0]) is FusedAttention
+@pytest.mark.parametrize("make", [lambda: None, lambda: -2.0, BatchLengthBias, lambda: LearnableBias(-1.0, 4)])
+def test_a_model_of_this_library_is_saved_as_sigmoid(make, tmp_path):
+    """Its configuration names the bias."""
+    model, tokens = language().eval(), TOKENS[0]
+    softmax = model(tokens)
+    replace(model, bias=make())
+    assert not torch.allclose(model(tokens), softmax)
+    expected = LanguageModel(model.config).eval()
+    expected.load_state_dict(model.state_dict())
+    saving.save(model, tmp_path / "model")
+    for other in (expected, saving.load(tmp_path / "model").eval()):
+        torch.testing.assert_close(other(tokens), model(tokens))
 
 
 def test_the_report_lists_what_becomes_of_each_softmax():
-    report = convert(Net(FusedAttention(), EagerAttention()), keep=["layers.1"])
+    report = convert(Net(Attend(), EagerAttention()), keep=["layers.1"])
     assert str(report).splitlines() == [
         "(model)   Net             softmax                       not attention",
-        "layers.0  FusedAttention  scaled_dot_product_attention  converted",
+        "layers.0  Attend          scaled_dot_product_attention  converted",
         "layers.1  EagerAttention  softmax                       kept",
     ]
     for arguments in ({"batches": [X, X]}, {"example": (X,)}, {"example": {"x": X}}):
-        report = convert(Net(FusedAttention()), **arguments)
-        assert {(s.name, s.kind, s.outcome) for s in report.softmax} == {
-            ("", "Net", "not attention"), ("layers.0", "FusedAttention", "converted")
-        }  # fmt: skip
-
-
-class Fused(nn.Module):
-    def forward(self, x, mask=None):
-        return F.scaled_dot_product_attention(x, x, x, mask)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_the_rule_of_nested_sequences_is_that_of_each(normalize):
-    model = nn.Sequential(Fused())
-    convert(model, normalize=normalize)
-    sequences = [torch.randn(n, 2, 8) for n in (3, 5)]
-    nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
-    for sequence, out in zip(sequences, model(nested).transpose(1, 2).unbind(), strict=True):
-        torch.testing.assert_close(out, model(sequence.transpose(0, 1)[None])[0].transpose(0, 1))
+        report = convert(Net(Attend()), **arguments)
+        assert [(s.name, s.outcome) for s in report.softmax] == [("", "not attention"), ("layers.0", "converted")]
+    assert report.softmax[1] == converted("layers.0", "Attend", SDPA)

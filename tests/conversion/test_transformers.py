@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 
 from sigattn.conversion import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from tests.conversion.test_fit import least_squares  # noqa: E402
+from tests.conversion.layers import least_squares  # noqa: E402
 from tests.integrations.small_models import SIZES as COMMON  # noqa: E402
 from tests.integrations.small_models import TEXT, inputs_of  # noqa: E402
 from tests.integrations.small_models import model_of as small_model  # noqa: E402

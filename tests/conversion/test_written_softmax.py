@@ -6,32 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from sigattn import convert, restore
-from sigattn.conversion import ConversionError
-from tests.conversion.test_fit import least_squares
+from tests.conversion.layers import Written, least_squares
 
 
-class Attention(nn.Module):
-    """Attention whose weights are a function of its logits."""
-
-    def __init__(self, width=16, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def weights(self, logits):
-        return F.softmax(logits, dim=-1)
-
-    def forward(self, x, mask=None):
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        logits = query @ key.mT / query.shape[-1] ** 0.5
-        weights = self.weights(logits if mask is None else logits + mask)
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
-
-
-class Merged(Attention):
+class Merged(Written):
     """With samples and heads in one dimension."""
 
     def weights(self, logits):
@@ -67,7 +47,7 @@ def hidden(value):
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_masks_of_every_kind_hide(value, normalize):
-    layer, x = Attention(), torch.randn(2, 6, 16)
+    layer, x = Written(), torch.randn(2, 6, 16)
     expected = formula(layer, x, hidden(value), normalize=normalize)
     report = convert(layer, example=(x, hidden(value)), normalize=normalize)
     assert [(s.outcome, s.call) for s in report.softmax] == [("materialised", "softmax")]
@@ -75,7 +55,7 @@ def test_masks_of_every_kind_hide(value, normalize):
 
 
 def test_gradients_dtypes_and_copies():
-    layer, x = Attention(), torch.randn(2, 6, 16)
+    layer, x = Written(), torch.randn(2, 6, 16)
     reference = copy.deepcopy(layer).double()
     formula_of = formula(layer, x)
     convert(layer, example=(x,))
@@ -100,14 +80,14 @@ def test_gradients_dtypes_and_copies():
 
 
 def test_nan_is_not_masked():
-    layer, x = Attention(), torch.randn(2, 6, 16)
+    layer, x = Written(), torch.randn(2, 6, 16)
     convert(layer, example=(x,))
     mask = torch.zeros(2, 1, 6, 6)
     mask[0, :, 2, 1] = torch.nan
     assert torch.equal(layer(x, mask).isnan().any(-1).nonzero(), torch.tensor([[0, 2]]))
 
 
-@pytest.mark.parametrize("kind", [Attention, Merged])
+@pytest.mark.parametrize("kind", [Written, Merged])
 def test_fitted_weights_are_nearly_those_of_softmax(kind):
     torch.manual_seed(0)
     layer = kind()
@@ -136,14 +116,14 @@ def fit_of(layer, batches, heads):
 
 def test_each_head_has_its_fit():
     torch.manual_seed(0)
-    layer = Attention(heads=4)
+    layer = Written(heads=4)
     layer.qkv.weight.data.view(3, 4, 4, 16)[:2, 1:3] *= 4
     batches = [(torch.randn(4, n, 16), torch.full((n, n), -torch.inf).triu(1)) for n in (9, 6, 7, 8)]
     expected = [fit_of(layer, batches[:3], [i]) for i in range(4)]
     report = convert(layer, batches)
     assert [(head.constant, head.slope) for head in report.layers[0].heads] == expected
     assert report.layers[0].heads[0].constant - report.layers[0].heads[1].constant > 1
-    loaded = Attention(heads=4)
+    loaded = Written(heads=4)
     restore(loaded, layer.state_dict(), example=batches[0])
     x, mask = batches[0]
     assert torch.equal(loaded(x, mask), layer(x, mask))
@@ -151,7 +131,7 @@ def test_each_head_has_its_fit():
 
 @pytest.mark.parametrize("lengths", [(4, 6), (6, 4)])
 def test_a_dimension_that_has_the_number_of_heads_by_chance(lengths):
-    class Transposed(Attention):
+    class Transposed(Written):
         def weights(self, logits):
             return super().weights(logits.transpose(1, 2)).transpose(1, 2)
 
@@ -164,7 +144,7 @@ def test_a_dimension_that_has_the_number_of_heads_by_chance(lengths):
 
 
 def test_as_many_blocks_as_heads():
-    class Blocks(Attention):
+    class Blocks(Written):
         def weights(self, logits):
             return super().weights(logits.unflatten(2, (-1, 2))).flatten(2, 3)
 
@@ -172,39 +152,3 @@ def test_as_many_blocks_as_heads():
     report = convert(layer, torch.randn(4, 3, 4, 16).unbind())
     assert len(report.layers[0].heads) == 1
     assert layer(torch.randn(3, 8, 16)).shape == (3, 8, 16)
-
-
-class Gated(Attention):
-    """With a second softmax, which is no attention's, in its forward."""
-
-    def forward(self, x, mask=None):
-        return super().forward(x, mask) * F.softmax(self.out.bias, dim=-1)
-
-
-class OverQueries(Attention):
-    def weights(self, logits):
-        return F.softmax(logits, dim=-2)
-
-
-@pytest.mark.parametrize("kind", [type("Mixture", (Gated,), {}), OverQueries])
-def test_what_cannot_be_told_apart_is_refused(kind):
-    layer, x = nn.Sequential(kind()), torch.randn(2, 6, 16)
-    with pytest.raises(ConversionError, match=r"softmax of these layers cannot be replaced: '0'"):
-        convert(layer, example=(x,))
-    with pytest.raises(ConversionError, match=r"Only their code was examined: pass example="):
-        convert(nn.Sequential(Attention()))
-
-
-def test_a_router_inside_keeps_its_softmax():
-    """Also where it belongs to a part of the layer whose attention is replaced."""
-
-    class Routed(Attention):
-        def __init__(self):
-            super().__init__()
-            self.router = nn.Sequential(nn.Linear(16, 4), nn.Softmax(-1))
-
-        def forward(self, x):
-            return super().forward(x) * self.router(x).amax(-1, keepdim=True)
-
-    with pytest.raises(ConversionError, match="keeps its softmax"):
-        convert(nn.Sequential(Routed()), example=(torch.randn(2, 6, 16),))

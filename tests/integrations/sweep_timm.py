@@ -8,9 +8,7 @@ and without an example, and compared with the formula in timm's own layers.
 """
 
 import argparse
-import contextlib
 import copy
-import functools
 import sys
 import warnings
 from collections import defaultdict
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn.conversion.modules import find_softmax
-from tests.conversion.replacing import replace
+from tests.conversion.layers import replace
 from tests.integrations import compatibility_page
 
 SMALLER: dict[str, dict[str, Any]] = {  # options and input sizes for groups whose smallest model is large
@@ -67,8 +65,8 @@ class SoftmaxOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, bias=None):
-    """σ(scale · Q Kᵀ + b) V; without a bias, b = -log of the keys, or of those that a mask shows."""
+def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+    """σ(scale · Q Kᵀ + b) V with b = -log of the keys, or of those that a mask shows."""
     assert not is_causal
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
@@ -76,19 +74,20 @@ def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
     if attn_mask is not None:
         n = (attn_mask.expand(*attn_mask.shape[:-1], k.shape[-2]) > -1000).any(-2, keepdim=True)
         n = n.any(-3, keepdim=True).sum(-1, keepdim=True).to(q.dtype)
-    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    logits = logits + (-n.log() if bias is None else bias)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) - n.log()
     return torch.sigmoid(logits if attn_mask is None else logits + attn_mask) @ v
 
 
-class WrittenFormula(TorchFunctionMode):
-    """Computes σ(logits - log M) where these layers compute a softmax."""
+class FormulaInstead(TorchFunctionMode):
+    """Computes the formula for PyTorch's function, and σ(logits - log M) where these layers compute a softmax."""
 
     def __init__(self, layers):
         super().__init__()
         self.layers = layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return formula(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while getattr(func, "__name__", "") == "softmax" and frame is not None:
             layer = frame.f_locals.get("self")
@@ -98,16 +97,6 @@ class WrittenFormula(TorchFunctionMode):
                 return torch.sigmoid(args[0] - n.log()).where(visible, 0)
             frame = frame.f_back
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def formula_instead_of_softmax(bias=None):
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = functools.partial(formula, bias=bias)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 @torch.no_grad()
@@ -148,19 +137,21 @@ def refusal(message: str, plain: torch.nn.Module, x: torch.Tensor) -> Outcome:
     return Outcome("refused", ", ".join(sorted(kinds)), 0)
 
 
+def expected(plain: torch.nn.Module, names: list[str], x: torch.Tensor) -> torch.Tensor:
+    with FormulaInstead({plain.get_submodule(n) for n in names}):
+        return plain(x)
+
+
 def compare(name: str, plain: torch.nn.Module, x: torch.Tensor, ours: torch.Tensor, written: set) -> None:
     """The error may be twice that of the formula in the same dtype, both judged by the formula in float64."""
-    names = {n for n, m in plain.named_modules() if m in written}
+    names = [n for n, m in plain.named_modules() if m in written]
     plain = copy.deepcopy(plain)
     for layer in plain.modules():
         if hasattr(layer, "fused_attn"):
             layer.fused_attn = True
-    wide = copy.deepcopy(plain).double()
-    with formula_instead_of_softmax():
-        with WrittenFormula({plain.get_submodule(n) for n in names}):
-            single = plain(x)
-        with WrittenFormula({wide.get_submodule(n) for n in names}):
-            truth = wide(x.double())
+    single, truth = (
+        expected(model, names, images) for model, images in ((plain, x), (copy.deepcopy(plain).double(), x.double()))
+    )
     error, allowed = (ours - truth).abs().max(), 2 * (single - truth).abs().max() + 1e-5 * truth.abs().max()
     assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
