@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sigattn.conversion import ConversionReport, HeadReport, LayerReport, convert
-from tests.conversion.layers import language, least_squares
+from tests.conversion.layers import language
 
 
 def model_and_batches(**changes):
@@ -22,35 +22,6 @@ def model_and_batches(**changes):
 
 def loss(model, batch):
     return model.loss(*batch)
-
-
-def inputs_of(layer, model, batches):
-    """Return the inputs of a layer in all batches, one after another."""
-    inputs = []
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with torch.no_grad():
-        for tokens, _ in batches:
-            model(tokens)
-    handle.remove()
-    return torch.cat(inputs)
-
-
-def test_least_squares_of_the_denominators():
-    """c and a equal those of numpy's least squares over the first layer's rows, with ALiBi and shared keys."""
-    model, batches = model_and_batches(position="alibi", num_kv_heads=2)
-    layer = model.blocks[0].attention
-    x = inputs_of(layer, model, batches[:6])
-    report = convert(model, batches, loss=loss)
-    q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (layer.query, layer.key))
-    q, k = layer.query_norm(q), layer.key_norm(k).repeat_interleave(2, 1)
-    i = torch.arange(24)
-    logits = (q @ k.mT / 2).double() - layer.position().double().view(-1, 1, 1) * (i[:, None] - i).abs()
-    lse = logits.masked_fill(i > i[:, None], -torch.inf).logsumexp(-1)  # (B, H, N)
-    log_visible = (i + 1.0).log().double().repeat(len(x))
-    for h, head in enumerate(report.layers[0].heads):
-        expected = least_squares(log_visible.numpy(), -lse[:, h].detach().flatten().numpy())
-        assert (head.constant, head.slope) == pytest.approx(expected, abs=1e-3)
-        assert (layer.attention_bias.constant[h], layer.attention_bias.slope[h]) == (head.constant, head.slope)
 
 
 def test_the_losses_are_those_of_the_models():

@@ -1,29 +1,19 @@
-"""Conversion of every family: the fit against float64, the swapped model against the formula, restored models."""
+"""Conversion of every family of models, which are restored and saved. (The fit: test_fit.py.)"""
 
 import contextlib
 import copy
-import math
 import pickle
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from sigattn import models
 from sigattn.conversion import ConversionError, convert, restore
-from sigattn.models import (
-    MaskedAutoencoder,
-    MaskedAutoencoderConfig,
-    SpeechModel,
-    SpeechModelConfig,
-    ViT,
-    ViTConfig,
-    saving,
-)
 from sigattn.models.transformer import Transformer
 from sigattn.nn import Attention, SigmoidMultiheadAttention
-from tests.conversion.layers import Attend, Both, X, language, least_squares, replace
+from tests.conversion.layers import Attend, Both, X, language, replace
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
@@ -33,66 +23,13 @@ def tokens(*shape):
     return torch.randint(32, (6, *shape))
 
 
-class ByMethod(Attend):
-    """The same by a method, with another attention inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Attend()
-
-    def attend(self, *heads):
-        return F.scaled_dot_product_attention(*heads, enable_gqa=True)
-
-    def forward(self, x):
-        return self.attend(*self.heads(x, x)).transpose(1, 2).flatten(2) + self.inner(x)
-
-
-def padding_mask(*lengths, size=7):
-    return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
-
-
-OTHER = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(4))
-ADDED = torch.zeros(2, 1, 1, 7).masked_fill(~padding_mask(7, 4), torch.finfo().min)
-FORMS = {  # the options of a call, and the keys that its queries see
-    "plain": ({}, torch.ones(7, 7)),
-    "causal": ({"is_causal": True}, torch.ones(7, 7).tril()),
-    "padded": ({"attn_mask": padding_mask(7, 4)}, padding_mask(7, 4)),
-    "added": ({"attn_mask": ADDED}, padding_mask(7, 4)),
-    "rows": ({"attn_mask": torch.ones(7, 7, dtype=torch.bool).tril(2)}, torch.ones(7, 7).tril(2)),
-    "cross": ({"y": OTHER}, torch.ones(7, 5)),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_fit_of_a_call_is_least_squares(form):
-    """c and a from numpy's least squares, over the visible keys of each row; and the layer computes the formula."""
-    model, (options, seen) = Attend(), FORMS[form]
-    model.q.weight.data *= 4
-    parts = []
-    for x in X:
-        q, k, v = (t.double().detach() for t in model.heads(x, options.get("y", x)))
-        parts.append((q @ k.repeat_interleave(2, 1).mT / 2, v.repeat_interleave(2, 1)))
-    seen = seen.bool().expand_as(parts[0][0])
-    n = seen.sum(-1).double().log()
-    lse = torch.cat([logits.masked_fill(~seen, -math.inf).logsumexp(-1) for logits, _ in parts[:5]])
-    report = convert(model, [{"x": x, **options} for x in X])
-    assert report.num_batches == 5
-    for h, head in enumerate(report.layers[0].heads):
-        expected = least_squares(n.repeat(5, 1, 1)[:, h].flatten().numpy(), -lse[:, h].flatten().numpy())
-        assert (head.constant, head.slope) == pytest.approx(expected, abs=1e-4)
-    c, a = (t.double().view(-1, 1, 1) for t in (model.sigmoid_bias.constant, model.sigmoid_bias.slope))
-    weights = (parts[0][0] + c + a * n.unsqueeze(-1)).sigmoid().masked_fill(~seen, 0)
-    out = weights / weights.sum(-1, keepdim=True) @ parts[0][1]
-    torch.testing.assert_close(model(X[0], **options), out.transpose(1, 2).flatten(2).float())
-
-
 def multihead():
     return nn.MultiheadAttention(16, 4, batch_first=True), [(x, x, x) for x in X]
 
 
 def encoder():
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    hidden = ~padding_mask(7, 5)[:, 0, 0]
+    hidden = torch.arange(7) >= torch.tensor([[7], [5]])
     return nn.TransformerEncoder(layer, 2), [{"src": x, "src_key_padding_mask": hidden} for x in X]
 
 
@@ -103,14 +40,17 @@ def transformer():
 
 def speech(**changes):
     batches = [(torch.randn(2, 30, 8), torch.tensor([30, 18])) for _ in range(6)]
-    return SpeechModel(SpeechModelConfig(**SMALL, num_mel_bins=8, **changes)), batches
+    return models.SpeechModel(models.SpeechModelConfig(**SMALL, num_mel_bins=8, **changes)), batches
 
 
 def autoencoder():
-    config = MaskedAutoencoderConfig(
-        encoder=ViTConfig(**IMAGE, num_classes=0), decoder_num_layers=1, decoder_embed_dim=16, decoder_num_heads=2
+    config = models.MaskedAutoencoderConfig(
+        encoder=models.ViTConfig(**IMAGE, num_classes=0),
+        decoder_num_layers=1,
+        decoder_embed_dim=16,
+        decoder_num_heads=2,
     )
-    return MaskedAutoencoder(config), list(torch.randn(6, 2, 1, 8, 8))
+    return models.MaskedAutoencoder(config), list(torch.randn(6, 2, 1, 8, 8))
 
 
 class Cross(nn.Module):
@@ -128,7 +68,7 @@ FAMILIES = {
     "rope": lambda: (language(), list(tokens(2, 20))),
     "alibi": lambda: (language(position="alibi", num_kv_heads=2), list(tokens(2, 20))),
     "temperature": lambda: (language(temperature=0.5), list(tokens(2, 20))),
-    "vision": lambda: (ViT(ViTConfig(**IMAGE, num_classes=3)), list(torch.randn(6, 2, 1, 8, 8))),
+    "vision": lambda: (models.ViT(models.ViTConfig(**IMAGE, num_classes=3)), list(torch.randn(6, 2, 1, 8, 8))),
     "speech": lambda: speech(position="alibi"),
     "conformer": lambda: speech(block_kind="conformer", conformer_kernel_size=3),
     "cross": lambda: (Cross(), [(x, torch.randn(2, 5, 12)) for x in X]),
@@ -181,8 +121,8 @@ def test_a_converted_model_is_restored_and_loaded(family, tmp_path):
     restore(new, model.state_dict())
     others = [new]
     if isinstance(model, Transformer):
-        saving.save(model, tmp_path)
-        others.append(saving.load(tmp_path))
+        models.saving.save(model, tmp_path)
+        others.append(models.saving.load(tmp_path))
         assert others[1].config == new.config == model.config
         assert str(model.config).count("activation='sigmoid'") == 1
     expected = output_of(copy.deepcopy(model).eval(), batches[0])
@@ -216,17 +156,6 @@ def test_another_state_dict_is_not_restored():
     with pytest.raises(TypeError, match=r"state must be a state dict .*, got 'weights\.pt'"):
         restore(model, "weights.pt")
     assert type(model) is nn.MultiheadAttention
-
-
-def test_attention_by_a_method_and_in_a_layer_inside():
-    """Their fits are those of the same attention alone."""
-    model = ByMethod()
-    alone = copy.deepcopy(model.inner), Attend()
-    alone[1].load_state_dict({n: t for n, t in model.state_dict().items() if "inner" not in n})
-    report = convert(model, list(X))
-    expected = [convert(m, list(X)).layers[0] for m in alone]
-    assert [layer.heads for layer in report.layers] == [layer.heads for layer in reversed(expected)]
-    torch.testing.assert_close(model(X[0]), sum(m(X[0]) for m in alone))
 
 
 def test_the_mode_of_each_layer_is_restored_by_its_own_method():

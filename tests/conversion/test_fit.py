@@ -1,27 +1,173 @@
-"""The least-squares fit of one layer. (Compared with NumPy's: test_families.py.)"""
+"""The fit of each head: c and a are NumPy's least squares over the rows of each softmax, in float64."""
 
+import copy
 import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from sigattn.conversion import convert
 from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, RowStatistics, row_statistics
 from sigattn.ops.problem import Problem, make_problem
+from tests.conversion.layers import TOKENS, Attend, Written, X, language, least_squares
+
+
+class RowRecorder(TorchFunctionMode):
+    """Records visible keys and lse of the rows of every softmax, (B, H, N) each, in the order of the calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.record(logits_of(*args, **kwargs or {}))
+        elif getattr(func, "__name__", "") == "softmax":
+            self.record(args[0])
+        return func(*args, **kwargs or {})
+
+    def record(self, logits):
+        visible = logits > -1000
+        lse = logits.double().masked_fill(~visible, -math.inf).logsumexp(-1)
+        self.calls.append(torch.stack([visible.sum(-1).double().log(), -lse]))
+
+
+def logits_of(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    logits = query.double() @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return logits
+    return logits.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else logits + attn_mask
+
+
+def run(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def attend(**options):
+    """Attention by PyTorch's function, with logits of several nats."""
+    model = Attend()
+    model.q.weight.data *= 4
+    return model, [{"x": x, **options} for x in X]
+
+
+def library():
+    model = language(position="alibi", num_kv_heads=2)
+    for block in model.blocks:
+        block.attention.query.weight.data *= 3
+    return model, list(TOKENS)
+
+
+def of_transformers(kind):
+    """Return a model of transformers, and batches whose second sample is padded, on the side that the model has."""
+    pytest.importorskip("transformers")
+    from tests.integrations.small_models import model_of
+
+    model, batches = model_of(kind, "eager"), []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "norm" not in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    for ids in torch.randint(3, 50, (6, 2, 12)):
+        mask = torch.ones(2, 12, dtype=torch.long)
+        mask[1, slice(9, None) if kind == "t5" else slice(None, 3)] = 0
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    return model, batches
+
+
+class ByMethod(Attend):
+    """The same by a method, with another attention inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Attend()
+
+    def attend(self, *heads):
+        return F.scaled_dot_product_attention(*heads, enable_gqa=True)
+
+    def forward(self, x):
+        return self.attend(*self.heads(x, x)).transpose(1, 2).flatten(2) + self.inner(x)
+
+
+class Transposed(Written):
+    """With heads in another dimension."""
+
+    def weights(self, logits):
+        return super().weights(logits.transpose(1, 2)).transpose(1, 2)
+
+
+def written(kind=Written, lengths=(9, 6, 7, 8), masked=True):
+    model = kind(heads=4)
+    model.qkv.weight.data.view(3, 4, 4, 16)[:2, 1:3] *= 4
+    masks = [torch.full((n, n), -torch.inf).triu(1) if masked else None for n in lengths]
+    return model, [(torch.randn(4, n, 16), mask) for n, mask in zip(lengths, masks, strict=True)]
+
+
+PADDED = (torch.arange(7) < torch.tensor([7, 4])[:, None])[:, None, None]
+MODELS = {
+    "plain": attend,
+    "causal": lambda: attend(is_causal=True),
+    "padded": lambda: attend(attn_mask=PADDED),
+    "added": lambda: attend(attn_mask=torch.zeros(2, 1, 1, 7).masked_fill(~PADDED, torch.finfo().min)),
+    "rows": lambda: attend(attn_mask=torch.ones(7, 7, dtype=torch.bool).tril(2)),
+    "cross": lambda: attend(y=torch.randn(2, 5, 16)),
+    "by a method, and in a layer inside": lambda: (ByMethod(), list(X)),
+    "ALiBi and shared keys": library,
+    "llama": lambda: of_transformers("llama"),
+    "gemma2": lambda: of_transformers("gemma2"),
+    "t5": lambda: of_transformers("t5"),
+    "written": written,
+    # a dimension that has the number of heads by chance, in the first or the last batches
+    "transposed": lambda: written(Transposed, (4, 4, 6, 6), masked=False),
+    "transposed, later": lambda: written(Transposed, (6, 6, 4, 4), masked=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("name", MODELS)
+def test_c_and_a_are_least_squares(name):
+    torch.manual_seed(0)
+    model, batches = MODELS[name]()
+    softmax = copy.deepcopy(model).eval()
+    report = convert(model, batches)
+    with torch.no_grad(), RowRecorder() as recorder:
+        for batch in batches[: report.num_batches]:
+            run(softmax, batch)
+    count = len(report.layers)
+    assert report.num_batches == math.ceil(0.75 * len(batches))
+    assert len(recorder.calls) == count * report.num_batches
+    for i, layer in enumerate(report.layers):
+        for h, head in enumerate(layer.heads):
+            of_head = slice(None) if len(layer.heads) == 1 else h
+            x, y = torch.cat([rows[:, :, of_head].flatten(1) for rows in recorder.calls[i::count]], 1)
+            visible = x >= 0
+            assert (head.constant, head.slope) == pytest.approx(least_squares(x[visible], y[visible]), abs=1e-3)
+    assert len(report.layers[0].heads) == (1 if "transposed" in name else 4)
+
+
+def test_as_many_blocks_as_heads_are_not_heads():
+    class Blocks(Written):
+        def weights(self, logits):
+            return super().weights(logits.unflatten(2, (-1, 2))).flatten(2, 3)
+
+    layer = Blocks(heads=2)
+    assert len(convert(layer, torch.randn(4, 3, 4, 16).unbind()).layers[0].heads) == 1
+    assert layer(torch.randn(3, 8, 16)).shape == (3, 8, 16)
+
+
+# -- rows by themselves -----------------------------------------------------------------------------------------------
 
 B, H, N, D = 3, 2, 40, 4
 LENGTHS = torch.tensor([40, 31, 25])  # the rows behind are padding
 
 
-def problem_of(**options):
-    query, key = torch.randn(B, H, N, D) * torch.tensor([1.0, 3, 0.5, 2]), torch.randn(B, H, N, D) + 0.5
-    options = {"is_causal": True, "key_lengths": LENGTHS, **options}
-    return make_problem(Problem, query, key, torch.randn(B, H, N, 5), **options)
-
-
-def fitted(*rows):
+def fitted(rows):
     fit = BiasFit(H)
-    for part in rows:
-        fit.update(part)
+    fit.update(rows)
     return fit.solve()
 
 
@@ -37,12 +183,12 @@ def test_rows_of_nearly_one_length_give_a_slope_near_minus_one():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e4])
 def test_rows_of_padding_do_not_count(value):
-    problem = problem_of()
+    query, key = torch.randn(B, H, N, D) * torch.tensor([1.0, 3, 0.5, 2]), torch.randn(B, H, N, D) + 0.5
     padding = (torch.arange(N) >= LENGTHS[:, None])[:, None, :, None]
-    zeros, other = (
-        problem._replace(query=problem.query.masked_fill(padding, v), key=problem.key.masked_fill(padding, v))
-        for v in (0.0, value)
-    )
-    expected, got = fitted(row_statistics(zeros)), fitted(row_statistics(other))
-    assert torch.equal(got.constant, expected.constant)
-    assert torch.equal(got.slope, expected.slope)
+    fits = []
+    for v in (0.0, value):
+        q, k = query.masked_fill(padding, v), key.masked_fill(padding, v)
+        problem = make_problem(Problem, q, k, key, is_causal=True, key_lengths=LENGTHS)
+        fits.append(fitted(row_statistics(problem)))
+    for ours, expected in zip(fits[1].parameters(), fits[0].parameters(), strict=True):
+        assert torch.equal(ours, expected)

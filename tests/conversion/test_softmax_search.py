@@ -237,6 +237,32 @@ class Scripted(nn.Module):
         return torch.softmax(x @ x.mT, -1) @ x
 
 
+def in_thread(layer, x):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(layer(x)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_pool(layer, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(layer, x).result()
+
+
+POOL = ThreadPoolExecutor(1)  # its thread is older than the model
+
+
+def in_threads(run, function):
+    """Attention in this thread and in another: only the first would become sigmoid attention."""
+
+    class InThread(nn.Module):
+        def forward(self, x):
+            return attend(x, x, x) + run(lambda y: function(y, y, y), x)
+
+    return InThread
+
+
 # its logits are a layer's, and its weights are those of four functions of the input
 Router = mixer(
     lambda self, q, k, v: (self.gate(q).softmax(-1).unsqueeze(-2) @ torch.stack([q, k, v, v], -2)).squeeze(-2),
@@ -249,6 +275,11 @@ REFUSED = {
     "operator": mixer(lambda self, q, k, v: torch.matmul(aten._softmax(scores(q, k), -1, False), v)),
     "flash": mixer(lambda self, q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]),
     "script": lambda: torch.jit.script(Scripted()),
+    "thread": in_threads(in_thread, attend),
+    "thread, written": in_threads(in_thread, functools.partial(eager)),
+    "pool": in_threads(in_pool, attend),
+    "pool, written": in_threads(in_pool, functools.partial(eager)),
+    "older pool": in_threads(lambda function, x: next(POOL.map(function, [x])), attend),
 }
 IDIOMS = {
     "largest first": lambda s, v: (w := (s - s.amax(-1, keepdim=True)).exp()) / w.sum(-1, keepdim=True) @ v,
@@ -308,7 +339,9 @@ def test_every_spelling(kind, outcome, example):
     before = [type(layer) for layer in net.layers]
     if outcome == "refused":
         advice = "Let them" if example else "Only their code"
-        with pytest.raises(ValueError, match=rf"cannot be replaced: 'layers\.1(\.softmax)?' \(.*: \w+\)\. {advice}"):
+        with pytest.raises(
+            ValueError, match=rf"cannot be replaced: 'layers\.1(\.softmax)?' \(.*: [\w, ]+\)\. {advice}"
+        ):
             replace(net, example)
         assert [type(layer) for layer in net.layers] == before
         outcome, keep = "kept", ["layers.1*"]
@@ -361,20 +394,6 @@ class Around(nn.Module):
         return self.first(x) + self.run(self.inner, x)
 
 
-def in_thread(layer, x):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(layer(x)))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def in_pool(layer, x):
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(layer, x).result()
-
-
-POOL = ThreadPoolExecutor(1)  # its thread is older than the model
 RUNS = {
     "forward": lambda layer, x: layer.forward(x),  # no hooks run
     "new pool": in_pool,
@@ -417,24 +436,6 @@ def test_convert_fits_layers_that_run_in_threads(run):
     reports = [convert(model, batches) for model in (alone, threaded)]
     assert reports[0].layers == reports[1].layers
     torch.testing.assert_close(threaded(batches[0]), alone(batches[0]))
-
-
-@EXAMPLES
-@pytest.mark.parametrize("function", [attend, functools.partial(eager)])
-@pytest.mark.parametrize(
-    "run",
-    [in_pool, in_thread, lambda function, x: next(POOL.map(function, [x]))],
-    ids=["new pool", "thread", "old pool"],
-)
-def test_functions_that_run_in_threads_are_refused(run, function, example):
-    class InThread(nn.Module):
-        """Attention in this thread and in another: only the first would become sigmoid attention."""
-
-        def forward(self, x):
-            return attend(x, x, x) + run(lambda y: function(y, y, y), x)
-
-    with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(InThread: "):
-        replace(nn.Sequential(Fused(), InThread()), example)
 
 
 class ByWorker(nn.Module):

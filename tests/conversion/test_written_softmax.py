@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sigattn import convert, restore
-from tests.conversion.layers import Written, least_squares
+from tests.conversion.layers import Written
 
 
 class Merged(Written):
@@ -102,53 +102,3 @@ def test_fitted_weights_are_nearly_those_of_softmax(kind):
     loaded = copy.deepcopy(softmax)
     restore(loaded, layer.state_dict(), example=batches[0])
     assert torch.equal(loaded(x, mask), layer(x, mask))
-
-
-def fit_of(layer, batches, heads):
-    """Return c and a of the rows of these heads, by NumPy in float64."""
-    rows, recorder = [], copy.deepcopy(layer).double()
-    recorder.weights = lambda s: rows.append(((s > -1000).sum(-1), s.logsumexp(-1).detach())) or s.softmax(-1)
-    for x, mask in batches:
-        recorder(x.double(), mask)
-    visible, lse = (torch.cat([t[:, heads].flatten() for t in parts]) for parts in zip(*rows, strict=True))
-    return pytest.approx(least_squares(visible.log().numpy(), -lse.numpy()), abs=1e-3)
-
-
-def test_each_head_has_its_fit():
-    torch.manual_seed(0)
-    layer = Written(heads=4)
-    layer.qkv.weight.data.view(3, 4, 4, 16)[:2, 1:3] *= 4
-    batches = [(torch.randn(4, n, 16), torch.full((n, n), -torch.inf).triu(1)) for n in (9, 6, 7, 8)]
-    expected = [fit_of(layer, batches[:3], [i]) for i in range(4)]
-    report = convert(layer, batches)
-    assert [(head.constant, head.slope) for head in report.layers[0].heads] == expected
-    assert report.layers[0].heads[0].constant - report.layers[0].heads[1].constant > 1
-    loaded = Written(heads=4)
-    restore(loaded, layer.state_dict(), example=batches[0])
-    x, mask = batches[0]
-    assert torch.equal(loaded(x, mask), layer(x, mask))
-
-
-@pytest.mark.parametrize("lengths", [(4, 6), (6, 4)])
-def test_a_dimension_that_has_the_number_of_heads_by_chance(lengths):
-    class Transposed(Written):
-        def weights(self, logits):
-            return super().weights(logits.transpose(1, 2)).transpose(1, 2)
-
-    layer = Transposed(heads=4)
-    batches = [(torch.randn(2, n, 16), None) for n in lengths for _ in "ab"]
-    expected = fit_of(layer, batches[:3], slice(None))
-    (head,) = convert(layer, batches).layers[0].heads
-    assert (head.constant, head.slope) == expected
-    assert layer(torch.randn(3, 5, 16)).shape == (3, 5, 16)
-
-
-def test_as_many_blocks_as_heads():
-    class Blocks(Written):
-        def weights(self, logits):
-            return super().weights(logits.unflatten(2, (-1, 2))).flatten(2, 3)
-
-    layer = Blocks(heads=2)
-    report = convert(layer, torch.randn(4, 3, 4, 16).unbind())
-    assert len(report.layers[0].heads) == 1
-    assert layer(torch.randn(3, 8, 16)).shape == (3, 8, 16)

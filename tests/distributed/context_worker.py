@@ -34,52 +34,47 @@ CASES = [
 ]
 
 
+DEFAULTS = {"is_causal": False, "scale": None, "window": None, "softcap": 0.0, "normalize": False, "bias": None}
+DEFAULTS |= {"n": 24, "heads": (2, 2), "balanced": None, "lengths": False, "alibi": False, "dtype": torch.float64}
+
+
 def check(mesh, case):
-    """Compare outputs and all gradients."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    n, (hq, hkv) = case.get("n", 24), case.get("heads", (2, 2))
-    dtype = case.get("dtype", torch.float64)
+    """Compare the output and all gradients with those of the whole sequence in float64."""
+    rank, ranks, case = mesh.get_local_rank(), mesh.size(), {**DEFAULTS, **case}
+    n, (hq, hkv), dtype, bias = (case[name] for name in ("n", "heads", "dtype", "bias"))
     g = torch.Generator().manual_seed(n)
 
     def randn(*shape):
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
-    causal = case.get("is_causal", False)
-    sharding = SequenceSharding(n, ranks, case.get("balanced", causal))
+    sharding = SequenceSharding(n, ranks, case["is_causal"] if case["balanced"] is None else case["balanced"])
     q, k, v, grad = randn(2, hq, n, 8), randn(2, hkv, n, 8), randn(2, hkv, n, 6), randn(2, hq, n, 6)
-    bias = case.get("bias")
-    per_query = bias == "query"
     if isinstance(bias, str):
         bias = (randn(1, hq, 1, 1) if bias == "head" else randn(2, 1, n, 1)) - 1
-    slopes = randn(hq).abs() / 8 if case.get("alibi") else None
-    options = {"is_causal": causal, "scale": case.get("scale"), "enable_gqa": True, "window": case.get("window")}
-    options["softcap"], options["normalize"] = case.get("softcap", 0.0), case.get("normalize", False)
-    options["key_lengths"] = torch.tensor([n, n // 2]) if case.get("lengths") else None
+    slopes = randn(hq).abs() / 8 if case["alibi"] else None
+    options = {name: case[name] for name in ("is_causal", "scale", "window", "softcap", "normalize")}
+    options |= {"enable_gqa": True, "key_lengths": torch.tensor([n, n // 2]) if case["lengths"] else None}
+    tensors = {"query": q, "key": k, "value": v, "bias": bias, "alibi_slopes": slopes}
+    sharded = {"query", "key", "value", *(["bias"] if case["bias"] == "query" else [])}
 
-    tensors = [q, k, v, bias, slopes]
-    are_sharded = [True, True, True, per_query, False]
+    def leaves(wide, shard):
+        return {
+            name: t
+            if not isinstance(t, torch.Tensor)
+            else (sharding.shard(t, rank, 2) if shard and name in sharded else t).to(wide).clone().requires_grad_()
+            for name, t in tensors.items()
+        }
 
-    def leaves(shard):
-        parts = [
-            sharding.shard(t, rank, 2) if shard and is_sharded else t
-            for t, is_sharded in zip(tensors, are_sharded, strict=True)
-        ]
-        return [t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in parts]
-
-    whole = leaves(False)
-    wide = [t.double() if isinstance(t, torch.Tensor) else t for t in whole]
-    expected = sigmoid_attention(*wide[:3], bias=wide[3], alibi_slopes=wide[4], backend="reference", **options)
+    whole, local = leaves(torch.float64, shard=False), leaves(dtype, shard=True)
+    expected = sigmoid_attention(**whole, backend="reference", **options)
     expected.backward(grad.double())
-    local = leaves(True)
-    out = context_parallel_attention(
-        *local[:3], mesh=mesh, bias=local[3], alibi_slopes=local[4], length=n, balanced=case.get("balanced"), **options
-    )
+    out = context_parallel_attention(**local, mesh=mesh, length=n, balanced=case["balanced"], **options)
     out.backward(sharding.shard(grad, rank, 2))
     tolerance = {torch.float64: 1e-10, torch.bfloat16: 5e-2}[dtype]
 
     def same(ours, theirs, is_sharded, what):
         assert ours.dtype == dtype, (what, ours.dtype)
-        ours, theirs = ours.double(), theirs.double()
+        ours = ours.double()
         if is_sharded:
             theirs = sharding.shard(theirs, rank, 2)
         else:
@@ -89,14 +84,12 @@ def check(mesh, case):
         )
 
     same(out.detach(), expected.detach(), True, "output")
-    names = ("query", "key", "value", "bias", "slopes")
-    for ours, theirs, is_sharded, name in zip(local, whole, are_sharded, names, strict=True):
-        if isinstance(ours, torch.Tensor):
-            same(ours.grad, theirs.grad, is_sharded, name)
+    for name, t in local.items():
+        if isinstance(t, torch.Tensor):
+            same(t.grad, whole[name].grad, name in sharded, name)
 
 
 def attention(mesh):
-    """All cases."""
     for case in CASES:
         check(mesh, case)
 

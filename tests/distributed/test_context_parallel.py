@@ -11,8 +11,6 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sigattn import sigmoid_attention
-from sigattn.distributed import context_parallel_attention
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from tests.distributed import context_worker
 from tests.distributed.processes import launch
@@ -39,13 +37,7 @@ def test_the_example(tmp_path):
 def test_one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, requires_grad=True).unbind()
-        out = context_parallel_attention(query, key, value, mesh=mesh, is_causal=True)
-        expected = sigmoid_attention(query, key, value, is_causal=True)
-        torch.testing.assert_close(out, expected)
-        gradients = (torch.autograd.grad(t.sum(), (query, key, value)) for t in (out, expected))
-        torch.testing.assert_close(*gradients)
+        context_worker.check(init_device_mesh("cpu", (1,)), {"is_causal": True, "n": 6})
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import nn as torch_nn
+from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -226,10 +227,8 @@ causal_mask = torch_nn.Transformer.generate_square_subsequent_mask
 
 
 def test_layers():
-    recording, cross = attention(), attention(causal=False)
-    sample, performer = attention(nn.SampleLengthBias(), causal=False), attention(None, "performer", causal=False)
+    recording, cross, performer = attention(), attention(causal=False), attention(None, "performer", causal=False)
     recording.record = "everything"
-
     assert_exported(
         lambda b, n, m: {"x": features(b, n), "lengths": lengths(b, n), "y": features(b, m)},
         {"x": ROWS, "lengths": BATCH, "y": KEYS},
@@ -237,7 +236,6 @@ def test_layers():
         split=attention(causal=False, position=nn.Alibi(H, "split")),
         window=attention(nn.VisibleKeysBias(), window=(3, 1)),
         recorded=lambda x: (recording(x), recording.output_frobenius_norm, *recording.statistics),
-        sample=lambda x, lengths: sample(x, key_lengths=lengths),
         performer=lambda x, lengths: performer(x, key_lengths=lengths),
         cross=lambda x, y: cross(x, kv_input=y),
     )
@@ -265,30 +263,24 @@ def sigmoid(layer, bias=None):
     return model[0].eval()
 
 
-def test_layers_that_call_an_attention_function():
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # the count of calls
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_that_call_an_attention_function(strict):
     plain, causal, linear = (
         sigmoid(Layer()),
         sigmoid(Layer(is_causal=True)),
         sigmoid(Layer(), nn.VisibleKeysLinearBias(H)),
     )
+    calls = {
+        "masked": lambda x, y, mask: plain(x, y, mask),
+        "linear": lambda x, y, mask: linear(x, y, mask),
+        "causal_cross": lambda x, y: causal(x, y),
+    }
     assert_exported(
         lambda b, n, m: {"x": features(b, n), "y": features(b, m), "mask": torch.rand(b, 1, n, m) > 0.3},
         {"x": ROWS, "y": KEYS, "mask": {0: B, 2: N, 3: M}},
-        masked=lambda x, y, mask: plain(x, y, mask),
-        linear=lambda x, y, mask: linear(x, y, mask),
-        cross=lambda x, y: plain(x, y),
-        causal=lambda x: causal(x, x),
-        causal_cross=lambda x, y: causal(x, y),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # the count of calls
-def test_strict_export_of_a_layer_that_calls_an_attention_function():
-    assert_exported(
-        lambda b, n, m: {"x": features(b, n), "y": features(b, m)},
-        {"x": ROWS, "y": KEYS},
-        strict=True,
-        causal_cross=sigmoid(Layer(is_causal=True)),
+        strict=strict,
+        **({"causal_cross": causal} if strict else calls),
     )
 
 
@@ -310,7 +302,6 @@ def test_multihead_attention():
         weights=lambda x, y: layer(x, y, y),
         masked=lambda x, y, hidden, mask: layer(x, y, y, hidden, attn_mask=mask, need_weights=False)[0],
         causal=causal,
-        unbatched=lambda x: rows_first(x[0], x[0], x[0]),
         learned_key=lambda x: with_key(x, x, x),
     )  # fmt: skip
 
@@ -318,15 +309,11 @@ def test_multihead_attention():
 def test_pytorchs_transformers():
     options = {"dim_feedforward": 48, "batch_first": True, "dropout": 0.0}
     encoder = sigmoid(torch_nn.TransformerEncoder(torch_nn.TransformerEncoderLayer(E, H, **options), 1))
-    number = sigmoid(
-        torch_nn.TransformerEncoder(torch_nn.TransformerEncoderLayer(E, H, norm_first=True, **options), 1), -2.0
-    )
     decoder = sigmoid(torch_nn.TransformerDecoder(torch_nn.TransformerDecoderLayer(E, H, **options), 1))
     assert_exported(
         lambda b, n, m: {"x": features(b, n), "y": features(b, m), "hidden": padding(b, n)},
         {"x": ROWS, "y": KEYS, "hidden": ROWS},
         encoder=lambda x, hidden: encoder(x, src_key_padding_mask=hidden),
-        number=lambda x: number(x, mask=causal_mask(x.shape[1]), is_causal=True),
         decoder=lambda x, y: decoder(x, y, tgt_mask=causal_mask(x.shape[1]), tgt_is_causal=True),
     )
 
@@ -372,14 +359,11 @@ def test_speech_models():
         sizes = {"num_layers": 1, "embed_dim": E, "num_heads": H, "num_mel_bins": 8, "vocab_size": 9}
         return models.SpeechModel(models.SpeechModelConfig(**sizes, **settings)).eval()
 
-    transformer = model()
     assert_exported(
         lambda b, n, m: {"frames": torch.randn(b, n + 20, 8), "lengths": lengths(b, n) + 19},
         {"frames": {0: B, 1: Dim("n", min=20)}, "lengths": BATCH},
-        transformer=transformer,
-        unpadded=lambda frames: transformer(frames),
-        alibi=model(position="alibi", attention_bias="log_batch"),
-        conformer=model(block_kind="conformer", conformer_kernel_size=3, position="sincos"),
+        transformer=model(),
+        conformer=model(block_kind="conformer", conformer_kernel_size=3, position="alibi", attention_bias="log_batch"),
     )
 
 
@@ -401,3 +385,37 @@ def test_vision_models():
         autoencoder=lambda small: autoencoder(small)[0] * 0,  # its order of patches is random
         **of_any_size,
     )
+
+
+# -- graphs of torch.compile: their number does not grow with the numbers of packed sequences -------------------------
+
+SIZES = range(2, 12)  # numbers of sequences; more than the 8 graphs after which torch.compile gives up
+
+
+def varlen(q, cu):
+    return sigmoid_varlen_attention(q, q, q, cu, cu, 20, 20, is_causal=True)
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    yield counter
+    assert counter.frame_count <= 2, "one for the first sizes, one for all others"
+
+
+def test_one_graph_serves_all_numbers_of_packed_sequences(graphs):
+    compiled = torch.compile(varlen, backend=graphs, fullgraph=True)
+    for sequences in SIZES:
+        lengths = torch.arange(3, 3 + sequences) % 20 + 1
+        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        q = torch.randn(int(lengths.sum()), 2, 8)
+        torch.testing.assert_close(compiled(q, cu), varlen(q, cu))
+
+
+def test_one_graph_serves_all_numbers_of_packed_documents_in_training(graphs):
+    model = torch.compile(language_model(), backend=graphs)
+    for documents in SIZES:
+        tokens = torch.randint(1, 50, (2, 40))
+        tokens[:, 4 : 4 + 2 * documents : 2] = 0
+        model(tokens, documents=nn.Documents.from_end_token(tokens, 0)).square().mean().backward()

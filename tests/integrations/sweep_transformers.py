@@ -16,12 +16,11 @@ import argparse
 import copy
 import dataclasses
 import inspect
-import signal
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from tests.integrations import tiny_transformers as tiny
 
 BIAS = -1.25
 LARGEST = 80_000_000  # parameters
-SECONDS = 240
 
 
 OWN_REFERENCE = {  # a reference of our own, because transformers' eager attention misreads masks, unlike its SDPA
@@ -344,10 +342,6 @@ def _problem(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: 
         return problem
 
 
-class Expired(BaseException):
-    """An architecture took too long; no ``except Exception`` catches it."""
-
-
 class Unusable(Exception):
     """The reference itself does not accept the inputs, or calls no attention."""
 
@@ -578,23 +572,6 @@ def _saved(model: PreTrainedModel, inputs: dict[str, Any]) -> str:
 # -- all architectures ------------------------------------------------------------------------------------------------
 
 
-def sweep(architectures: list[str], judge: Callable[[str], Result]) -> Iterator[Result]:
-    """Judge architectures one after another, each within ``SECONDS``."""
-
-    def expired(*_: Any) -> None:
-        raise Expired(f"more than {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, expired)
-    for architecture in architectures:
-        signal.alarm(SECONDS)
-        try:
-            yield judge(architecture)
-        except Expired as error:
-            yield Result(architecture, "not built", str(error))
-        finally:
-            signal.alarm(0)
-
-
 def write(results: list[Result]) -> None:
     """Write results into the page, in place of older ones for the same architectures."""
     try:
@@ -617,7 +594,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the results into docs/compatibility.md")
     chosen = parser.parse_args()
     results = []
-    for result in sweep(chosen.architectures or tiny.architectures(), judge_conversion if chosen.convert else judge):
+    for architecture in chosen.architectures or tiny.architectures():
+        result = judge_conversion(architecture) if chosen.convert else judge(architecture)
         results.append(result)
         ran = f"{result.ran}/{result.layers}"
         print(f"{result.architecture:32} {result.status:12} {ran:6} {result.why[:200]}", flush=True)

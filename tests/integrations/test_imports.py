@@ -1,4 +1,7 @@
-"""Errors of packages that are missing, or do not fit, while an integration is imported."""
+"""Errors of packages that are missing, or do not fit, and the command that the integration's module runs."""
+
+import runpy
+import sys
 
 import pytest
 
@@ -20,3 +23,13 @@ from sigattn.optional import MissingPackageError, explain_import_errors
 def test_the_package_to_install_is_named(error, message):
     with pytest.raises(MissingPackageError, match=message), explain_import_errors("x"):
         raise ImportError("Failed to import transformers.models") from error  # as transformers hides its cause
+
+
+def test_the_module_runs_a_command_of_transformers(monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("typer")
+    monkeypatch.setattr(sys, "argv", ["transformers", "version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("sigattn.integrations.transformers", run_name="__main__")
+    assert not stop.value.code
+    assert transformers.__version__ in capsys.readouterr().out

@@ -12,27 +12,22 @@ from sigattn.conversion import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.model import export  # noqa: E402
 from sigattn.models import LanguageModel, LanguageModelConfig  # noqa: E402
+from tests.integrations.small_models import model_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
-def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def test_a_model_with_an_adapter_is_refused_until_it_is_merged():
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = peft.get_peft_model(model_of("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     batches = torch.randint(0, 50, (2, 2, 24)).unbind()
     name = r"model.layers.0.self_attn.q_proj is a Linear"
     for model, where in ((adapted, "it is a PeftModel"), (adapted.base_model.model, name)):
         with pytest.raises(ConversionError, match=f"has an adapter of peft \\({where}.*convert the base model"):
             convert(model, batches)
     assert adapted.config._attn_implementation == "sdpa"
-    prompt = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    prompt = peft.get_peft_model(
+        model_of("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     with pytest.raises(ConversionError, match="it is a PeftModelForCausalLM"):
         convert(prompt, batches)
     assert len(convert(adapted.merge_and_unload(), batches).layers) == 2
@@ -56,7 +51,7 @@ def test_trainable_tokens_of_an_exported_tied_model_are_merged(tmp_path):
 
 def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):
     sigmoid.register()
-    model = llama()
+    model = model_of("llama")
     ids = torch.randint(0, 50, (4, 2, 24), generator=torch.Generator().manual_seed(0))
     convert(model, [{"input_ids": part, "labels": part} for part in ids])
     model.save_pretrained(tmp_path / "base")

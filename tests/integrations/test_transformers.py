@@ -1,6 +1,5 @@
 """attn_implementation="sigmoid" in small random models of transformers, against the formula in the same models."""
 
-import copy
 import math
 import pickle
 
@@ -9,22 +8,26 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: E402
 
+from sigattn import convert  # noqa: E402
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
+from sigattn.nn.bias import LearnableBias  # noqa: E402
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 from tests.integrations.small_models import (  # noqa: E402
-    CLIP_TEXT,
+    DECODERS,
+    TEXT,
     inputs_of,
     model_of,
     sigmoid_model,
     with_formula,
+    with_random_biases,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
-DECODERS = ("llama", "gemma3_text")
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("whisper", -2.5), ("gemma3_text", "learned")])
@@ -118,44 +121,6 @@ def test_exported_and_traced_for_any_length():
         operands = inputs(length)
         torch.testing.assert_close(exported(*operands), Layer()(*operands))
         torch.testing.assert_close(traced(*operands), Layer()(*operands))
-
-
-def outputs_of_clip(model):
-    out = model(**inputs_of("clip"))
-    return out.text_embeds, out.image_embeds
-
-
-def clip(text=None, **biases):
-    parts = {} if text is None else {"text_config": {**CLIP_TEXT, "sigmoid_bias": text}}
-    return model_of("clip", "sigmoid", **parts, **biases)
-
-
-class TestCompositeModels:
-    """sigmoid_bias of the outermost configuration holds where a sub-configuration has none of its own."""
-
-    def test_inherited_unless_the_part_has_its_own(self):
-        low, default, both = clip(sigmoid_bias=-9.0), clip(), clip(text=-9.0)
-        for a, b in zip(outputs_of_clip(low), outputs_of_clip(default), strict=True):
-            assert not torch.equal(a, b)
-        assert torch.equal(outputs_of_clip(low)[0], outputs_of_clip(both)[0])
-        assert torch.equal(outputs_of_clip(default)[1], outputs_of_clip(both)[1])
-        own = outputs_of_clip(clip(sigmoid_bias=-9.0, text=-2.0))
-        assert not torch.equal(own[0], outputs_of_clip(low)[0])
-        assert torch.equal(own[1], outputs_of_clip(low)[1])
-        default.config.sigmoid_bias = -9.0  # read at each call
-        assert all(map(torch.equal, outputs_of_clip(low), outputs_of_clip(default)))
-
-    def test_saved_whole_and_in_part(self, tmp_path):
-        model, ids = clip(sigmoid_bias=-9.0), inputs_of("clip")["input_ids"]
-        model.text_model.save_pretrained(tmp_path / "part")
-        part = type(model.text_model).from_pretrained(tmp_path / "part")
-        torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
-        assert model.text_model.config.to_dict().get("sigmoid_bias") != -9.0  # only what was saved has the value
-        model.save_pretrained(tmp_path / "whole")
-        loaded = AutoModel.from_pretrained(tmp_path / "whole")
-        assert all(map(torch.equal, outputs_of_clip(model), outputs_of_clip(loaded)))
-        loaded.config.sigmoid_bias = -2.0  # the parts were saved without a value of their own
-        assert not torch.equal(outputs_of_clip(model)[0], outputs_of_clip(loaded)[0])
 
 
 def queries(q_length, kv_length, attention_mask=None, **options):
@@ -274,67 +239,66 @@ def test_a_position_bias_and_a_mask(numbers):
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-# -- configurations ---------------------------------------------------------------------------------------------------
-
-
-def test_parts_with_different_biases_are_saved_with_them(tmp_path):
-    encoder, decoder = (
-        transformers.BertModel(transformers.BertConfig(**CLIP_TEXT, sigmoid_bias=-1.0), add_pooling_layer=False),
-        transformers.BertLMHeadModel(transformers.BertConfig(**CLIP_TEXT, is_decoder=True, add_cross_attention=True)),
-    )
-    ids = torch.randint(3, 50, (2, 9))
-    for part in (encoder, decoder):
-        part.eval().set_attn_implementation("sigmoid")
-    alone = encoder(ids).last_hidden_state
-    whole = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
-    out = whole(input_ids=ids, decoder_input_ids=ids)
-    assert torch.equal(out.encoder_last_hidden_state, alone)
-    whole.save_pretrained(tmp_path)
-    again = transformers.EncoderDecoderModel.from_pretrained(tmp_path).eval()
-    assert torch.equal(again(input_ids=ids, decoder_input_ids=ids).logits, out.logits)
-
-
 def test_a_softmax_model_that_was_examined_is_left_as_it_was():
     """It is pickled without this library."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CLIP_TEXT)).eval()
+    model = model_of("llama")
     config = model.config.to_dict()
-    assert len(TransformersAdapter(model, None).layers()) == 1
+    assert len(TransformersAdapter(model, None).layers()) == 2
     assert model.config.to_dict() == config
     assert b"sigattn" not in pickle.dumps(model)
 
 
-class OwnConfig(transformers.PretrainedConfig):
-    """As remote code has it: a field called attn_implementation that transformers does not see."""
-
-    model_type = "own"
-
-    def __init__(self, attn_implementation="eager", **kwargs):
-        super().__init__(**kwargs)
-        self.attn_implementation = attn_implementation
-
-
-def test_a_field_called_attn_implementation_is_saved(tmp_path):
-    config = OwnConfig(attn_implementation="flash_attention_2")
-    assert config.to_dict()["attn_implementation"] == "flash_attention_2"
-    config._attn_implementation = "sigmoid"
-    config.save_pretrained(tmp_path)
-    again = OwnConfig.from_pretrained(tmp_path)
-    assert (again.attn_implementation, again._attn_implementation) == ("flash_attention_2", "sigmoid")
-    assert again.sigmoid_bias == "log_visible"
-
-
 def test_a_model_that_is_asked_for_weights_raises():
     """Also where its layers do not see the argument, and where the configuration asks for them."""
-    config, ids = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=4, vocab_size=50), torch.arange(3, 13)[None]
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sigmoid").eval()
+    model, ids = model_of("gpt2", "sigmoid"), torch.arange(3, 13)[None]
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*output_attentions: attention weights are never formed"):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="pass output_attentions=False"):
         model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
-    config.output_attentions = True
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
+    model = model_of("gpt2", "sigmoid", output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions: attention weights are never formed"):
         model(ids)
     model(ids, output_attentions=False)
     model.set_attn_implementation("eager")
     assert len(model(ids).attentions) == 1
+
+
+# -- learned biases ---------------------------------------------------------------------------------------------------
+
+
+def unchanged(model):
+    has_bias = hasattr(model.config, "sigmoid_bias") or any("sigmoid_bias" in n for n, _ in model.named_modules())
+    return model.config._attn_implementation == "sdpa" and not has_bias
+
+
+def test_biases_that_cannot_be_saved_are_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match="LearnableBias cannot be saved in a configuration"):
+        convert(model, bias=LearnableBias(-3.0))
+    assert unchanged(model)
+    model._tied_weights_keys = {r"model.layers.1.self_attn.\w+": r"model.layers.0.self_attn.\w+"}
+    model.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match="share their weights"):
+        with_random_biases(model)
+    assert unchanged(model)
+
+
+def test_settings_that_contradict_learned_biases_are_refused():
+    model = sigmoid_model("llama", "learned")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has sigmoid attention already"):
+        convert(model)
+    listed, model.config.sigmoid_bias = model.config.sigmoid_bias, -4.0
+    with pytest.raises(ValueError, match=r"sigmoid_bias is -4.0, but this layer has a learned bias"):
+        model(**inputs_of())
+    model.config.sigmoid_bias = listed
+    attention = model.model.layers[0].self_attn
+    attention.sigmoid_bias = VisibleKeysLinearBias(8)  # as where a plan of tensor parallelism splits the heads
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        model(**inputs_of())
+    del attention.sigmoid_bias
+    with pytest.raises(ValueError, match="lists learned biases, but this layer has none"):
+        model(**inputs_of())
+    for entry in ({"kind": "Unknown"}, {"kind": "VisibleKeysLinearBias", "rank": 2}, -3.0):
+        config = AutoConfig.for_model("llama", **TEXT, sigmoid_bias={"layers.0.self_attn": entry})
+        with pytest.raises(ValueError, match="no bias of this version of sigattn"):
+            AutoModelForCausalLM.from_config(config)

@@ -1,5 +1,6 @@
 """Saved sigmoid models are loaded as sigmoid models, in new processes, for any architecture and Auto class."""
 
+import copy
 import json
 import math
 import os
@@ -11,24 +12,26 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
+from sigattn import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from tests.integrations.small_models import IMAGE, TEXT, with_random_biases  # noqa: E402
+from sigattn.integrations.transformers.configured import CONFIGURED  # noqa: E402
+from tests.integrations.small_models import SIZES, TEXT, inputs_of, model_of, sigmoid_model  # noqa: E402
 
-VISION = {**IMAGE, "vision_use_head": False}
-GEMMA3 = {"text_config": {**TEXT, "sliding_window": 4}, "vision_config": VISION, "mm_tokens_per_image": 4}
-GEMMA3 |= {"image_token_index": 49, "boi_token_index": 47, "eoi_token_index": 48}
-MODULE = {**TEXT, "attn_logit_softcapping": None}
-MODELS = {
-    "llama": ("AutoModelForCausalLM", "llama", {**TEXT, "sigmoid_bias": -math.log(64)}),
-    "llama_base": ("AutoModel", "llama", TEXT),
-    "llama_classifier_converted": ("AutoModelForSequenceClassification", "llama", {**TEXT, "num_labels": 3}),
-    "qwen2": ("AutoModelForCausalLM", "qwen2", TEXT),
-    "gemma3": ("AutoModelForImageTextToText", "gemma3", GEMMA3),
-    "t5gemma_converted": ("AutoModelForSeq2SeqLM", "t5gemma", {"encoder": MODULE, "decoder": MODULE, "vocab_size": 50}),
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+MODELS = {  # name: kind, Auto class, bias, settings
+    "llama": ("llama", "AutoModelForCausalLM", -math.log(64), {}),
+    "base": ("llama", "AutoModel", "log_visible", {}),
+    "classifier": ("llama", "AutoModelForSequenceClassification", "learned", {"num_labels": 3}),
+    "qwen2": ("qwen2", "AutoModelForCausalLM", "log_visible", {}),
+    "gemma3": ("gemma3", "AutoModelForImageTextToText", "log_visible", {}),
+    "t5gemma": ("t5gemma", "AutoModelForSeq2SeqLM", "learned", {}),
 }
+SAVED = "sigmoid (import sigattn.integrations.transformers)"
 NEW_PROCESS = """
 import sys, torch, transformers
 saved = list(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -57,81 +60,58 @@ for folder, auto in saved:
 """
 
 
-def config_of(kind, **more):
-    _, model_type, settings = MODELS[kind]
-    return AutoConfig.for_model(model_type, **settings, **more)
-
-
-def model_of(kind, **options):
-    torch.manual_seed(0)
-    auto = getattr(transformers, MODELS[kind][0])
-    if not kind.endswith("_converted"):
-        return auto.from_config(config_of(kind), **{"attn_implementation": "sigmoid", **options}).eval()
-    return with_random_biases(auto.from_config(config_of(kind)).eval())
-
-
-def inputs_of(kind):
-    torch.manual_seed(1)
-    ids = torch.randint(3, 47, (2, 9))
-    if kind == "gemma3":
-        ids[:, 1:5] = 49
-        types = torch.zeros_like(ids)
-        types[:, 1:5] = 1
-        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16), "token_type_ids": types}
-    return {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "t5gemma_converted" else {})}
+def model_named(name):
+    kind, auto, bias, settings = MODELS[name]
+    return sigmoid_model(kind, bias, auto=getattr(transformers, auto), **settings)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """All models saved, with inputs and outputs."""
     root = tmp_path_factory.mktemp("saved")
-    for kind in MODELS:
-        model, inputs = model_of(kind), inputs_of(kind)
+    for name, (kind, *_) in MODELS.items():
+        model, inputs = model_named(name), inputs_of(kind)
         sigmoid.check(model, **inputs)
-        model.save_pretrained(root / kind)
-        torch.save(inputs, root / kind / "inputs.pt")
+        model.save_pretrained(root / name)
+        torch.save(inputs, root / name / "inputs.pt")
         with torch.no_grad():
-            torch.save(model(**inputs)[0], root / kind / "before.pt")
+            torch.save(model(**inputs)[0], root / name / "before.pt")
     return root
 
 
 def test_new_process(folders, tmp_path):
     """Refused by transformers alone; after the import the same outputs, bit for bit. A pickled model imports."""
-    model, inputs = model_of("qwen2"), inputs_of("qwen2")
+    model, inputs = model_named("qwen2"), inputs_of("qwen2")
     model.config.sigmoid_bias = -3.0
     with torch.no_grad():
         torch.save((model, inputs, model(**inputs).logits), tmp_path / "pickled.pt")
-    arguments = [a for kind, (auto, *_) in MODELS.items() for a in (str(folders / kind), auto)]
+    arguments = [a for name, (_, auto, *_) in MODELS.items() for a in (str(folders / name), auto)]
     command = [sys.executable, "-c", NEW_PROCESS, str(tmp_path / "pickled.pt"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    for kind in MODELS:
-        before, again = (torch.load(folders / kind / name) for name in ("before.pt", "again.pt"))
-        assert before.isfinite().all(), kind
-        assert torch.equal(before, again), kind
+    for name in MODELS:
+        before, again = (torch.load(folders / name / file) for file in ("before.pt", "again.pt"))
+        assert before.isfinite().all(), name
+        assert torch.equal(before, again), name
 
 
-def test_the_configuration_names_the_model_and_its_bias(folders):
-    for kind, bias in (("llama", -math.log(64)), ("qwen2", "log_visible")):
-        saved = json.loads((folders / kind / "config.json").read_text())
-        names = [saved[name] for name in ("model_type", "attn_implementation", "sigmoid_bias")]
-        assert names == [kind, "sigmoid (import sigattn.integrations.transformers)", bias]
-
-
-def test_a_bias_of_none_is_the_default(tmp_path):
-    model, inputs = model_of("gemma3"), inputs_of("gemma3")
-    model.config.sigmoid_bias = None
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert sigmoid.check(again, **inputs) > 0
-    torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
+def test_the_configuration_names_the_model_and_its_biases(folders):
+    entry = {"kind": "VisibleKeysLinearBias", "num_heads": 4}
+    learned = {f"layers.{i}.self_attn": entry for i in range(2)}
+    for name, expected in (
+        ("llama", ["llama", SAVED, -math.log(64), None]),
+        ("qwen2", ["qwen2", SAVED, "log_visible", None]),
+        ("classifier", ["llama", SAVED, learned, True]),
+    ):
+        saved = json.loads((folders / name / "config.json").read_text())
+        keys = ("model_type", "attn_implementation", "sigmoid_bias", "sigmoid_normalize")
+        assert [saved.get(key) for key in keys] == expected
 
 
 def test_bias_without_implementation(tmp_path):
     """A configuration with sigmoid_bias selects sigmoid attention if no implementation is asked for."""
-    config_of("llama").save_pretrained(tmp_path / "config")
-    config = AutoConfig.from_pretrained(tmp_path / "config")
-    model = AutoModelForCausalLM.from_config(config)
+    AutoConfig.for_model("llama", **TEXT, sigmoid_bias=-1.0).save_pretrained(tmp_path / "config")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "config"))
     assert sigmoid.check(model, **inputs_of("llama")) == 2
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
@@ -142,44 +122,25 @@ def test_bias_without_implementation(tmp_path):
     assert sigmoid.check(again, **inputs_of("llama")) == 2
 
 
-def test_another_implementation_warns(folders):
-    """An explicit choice is followed, with a warning that names it; saved again, it stays what it was."""
+@pytest.mark.filterwarnings("default:.*ignores sigmoid_bias")
+def test_another_implementation_is_followed_with_a_warning_and_stays(folders, tmp_path):
     with pytest.warns(UserWarning, match=r'"sdpa" ignores sigmoid_bias = -4.15\d* of LlamaConfig'):
         model = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="sdpa")
+    inputs = inputs_of("llama")
     with pytest.raises(ValueError, match="compute a softmax"):
-        sigmoid.check(model, **inputs_of("llama"))
+        sigmoid.check(model, **inputs)
     model.set_attn_implementation("sigmoid")
-    assert sigmoid.check(model, **inputs_of("llama")) == 2
+    assert sigmoid.check(model, **inputs) == 2
     with pytest.warns(UserWarning, match='attn_implementation="eager" ignores sigmoid_bias'):
         model.set_attn_implementation("eager")
-
-
-@pytest.mark.filterwarnings("ignore:.*ignores sigmoid_bias")
-def test_softmax_stays_softmax(folders, tmp_path):
-    """Saved after another choice, or without sigmoid attention at all."""
-    switched = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="eager")
-    switched.save_pretrained(tmp_path / "switched")
-    plain = model_of("qwen2", attn_implementation="sdpa")
-    plain.save_pretrained(tmp_path / "plain")
-    assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    for folder, model in (("switched", switched), ("plain", plain)):
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        inputs = inputs_of("llama")
-        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    plain = model_of("qwen2", "sdpa")
+    for name, softmax in (("switched", model), ("plain", plain)):
+        softmax.save_pretrained(tmp_path / name)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(again(**inputs).logits, softmax(**inputs).logits)
         with pytest.raises(ValueError, match="compute a softmax"):
             sigmoid.check(again, **inputs)
-
-
-def test_parts_of_a_composite_model(tmp_path):
-    """Each part is loaded with the implementation that it was saved with."""
-    chosen = {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"}
-    model = model_of("gemma3", attn_implementation=chosen)
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
-    parts = again.config, again.config.text_config, again.config.vision_config
-    assert [c._attn_implementation for c in parts] == ["sigmoid", "sigmoid", "eager"]
-    inputs = inputs_of("gemma3")
-    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
 def test_trainer(tmp_path):
@@ -194,20 +155,18 @@ def test_trainer(tmp_path):
         )  # fmt: skip
         return transformers.Trainer(model=model, args=arguments, train_dataset=rows)
 
-    trainer(model_of("llama"), 1).train()
+    trainer(model_of("llama", "sigmoid"), 1).train()
     resumed = trainer(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1"), 2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     resumed.save_model(str(tmp_path / "final"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
-    inputs = inputs_of("llama")
+    model, inputs = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval(), inputs_of("llama")
     assert torch.equal(model(**inputs).logits, resumed.model.eval()(**inputs).logits)
     assert sigmoid.check(model, **inputs) == 2
 
 
 def test_configurations(tmp_path):
     """Configurations of all kinds and their parts keep the choice: a sample, or all with SIGATTN_SWEEP=all (25 s)."""
-    kinds = sorted(CONFIG_MAPPING.keys())[:: 1 if os.environ.get("SIGATTN_SWEEP") == "all" else 40]
-    for kind in kinds:
+    for kind in sorted(CONFIG_MAPPING.keys())[:: 1 if os.environ.get("SIGATTN_SWEEP") == "all" else 40]:
         try:
             config = CONFIG_MAPPING[kind]()
         except Exception:  # of two kinds whose defaults do not validate
@@ -220,32 +179,244 @@ def test_configurations(tmp_path):
 
 
 def implementations(config, name=""):
-    parts = [(key, part) for key, part in vars(config).items() if isinstance(part, transformers.PretrainedConfig)]
-    found = {name: config._attn_implementation}
-    for key, part in parts:
-        found |= implementations(part, f"{name}.{key}")
-    return found
+    """Return the implementations of a configuration and its parts by name."""
+    chosen = {name: config._attn_implementation}
+    for key, part in vars(config).items():
+        if isinstance(part, transformers.PretrainedConfig):
+            chosen |= implementations(part, f"{name}.{key}")
+    return chosen
 
 
-@pytest.mark.filterwarnings("ignore")
+class OwnConfig(transformers.PretrainedConfig):
+    """As remote code has it: a field called attn_implementation that transformers does not see."""
+
+    model_type = "own"
+
+    def __init__(self, attn_implementation="eager", **kwargs):
+        super().__init__(**kwargs)
+        self.attn_implementation = attn_implementation
+
+
+def test_a_field_called_attn_implementation_is_saved(tmp_path):
+    config = OwnConfig(attn_implementation="flash_attention_2")
+    assert config.to_dict()["attn_implementation"] == "flash_attention_2"
+    config._attn_implementation = "sigmoid"
+    config.save_pretrained(tmp_path)
+    again = OwnConfig.from_pretrained(tmp_path)
+    assert (again.attn_implementation, again._attn_implementation) == ("flash_attention_2", "sigmoid")
+    assert again.sigmoid_bias == "log_visible"
+
+
+def outputs_of_clip(model):
+    out = model(**inputs_of("clip"))
+    return out.text_embeds, out.image_embeds
+
+
+class TestCompositeModels:
+    """sigmoid_bias of the outermost configuration holds where a part has none of its own."""
+
+    @staticmethod
+    def clip(text=None, **biases):
+        parts = {} if text is None else {"text_config": {**SIZES["clip"]["text_config"], "sigmoid_bias": text}}
+        return model_of("clip", "sigmoid", **parts, **biases)
+
+    def test_a_bias_is_inherited_unless_the_part_has_its_own(self):
+        low, default, both = self.clip(sigmoid_bias=-9.0), self.clip(), self.clip(text=-9.0)
+        for a, b in zip(outputs_of_clip(low), outputs_of_clip(default), strict=True):
+            assert not torch.equal(a, b)
+        assert torch.equal(outputs_of_clip(low)[0], outputs_of_clip(both)[0])
+        assert torch.equal(outputs_of_clip(default)[1], outputs_of_clip(both)[1])
+        own = outputs_of_clip(self.clip(sigmoid_bias=-9.0, text=-2.0))
+        assert not torch.equal(own[0], outputs_of_clip(low)[0])
+        assert torch.equal(own[1], outputs_of_clip(low)[1])
+        default.config.sigmoid_bias = -9.0  # read at each call
+        assert all(map(torch.equal, outputs_of_clip(low), outputs_of_clip(default)))
+
+    def test_saved_whole_and_in_part(self, tmp_path):
+        model, ids = self.clip(sigmoid_bias=-9.0), inputs_of("clip")["input_ids"]
+        model.text_model.save_pretrained(tmp_path / "part")
+        part = type(model.text_model).from_pretrained(tmp_path / "part")
+        torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
+        assert model.text_model.config.to_dict().get("sigmoid_bias") != -9.0  # only what was saved has the value
+        model.save_pretrained(tmp_path / "whole")
+        loaded = AutoModel.from_pretrained(tmp_path / "whole")
+        assert all(map(torch.equal, outputs_of_clip(model), outputs_of_clip(loaded)))
+        loaded.config.sigmoid_bias = -2.0  # the parts were saved without a value of their own
+        assert not torch.equal(outputs_of_clip(model)[0], outputs_of_clip(loaded)[0])
+
+    def test_a_part_that_was_converted(self, tmp_path):
+        """While the whole runs; the whole is loaded with one part sigmoid and the other softmax, or this part alone."""
+        model, inputs = model_of("clip"), inputs_of("clip")
+        before = outputs_of_clip(model)
+        report = convert(model.text_model, [inputs] * 2, loss=lambda _, batch: model(**batch).logits_per_text.mean())
+        assert len(report.layers) == 1
+        after = outputs_of_clip(model)
+        assert torch.equal(after[1], before[1])
+        assert not torch.allclose(after[0], before[0])
+        model.save_pretrained(tmp_path / "whole")
+        loaded = AutoModel.from_pretrained(tmp_path / "whole")
+        assert all(map(torch.equal, outputs_of_clip(loaded), after))
+        with pytest.raises(ValueError, match="vision_model"):
+            sigmoid.check(loaded, **inputs)
+        model.text_model.save_pretrained(tmp_path / "part")
+        for folder in ("whole", "part"):
+            part, ids = type(model.text_model).from_pretrained(tmp_path / folder), inputs["input_ids"]
+            torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
+
+    def test_parts_with_their_own_implementation_or_bias(self, tmp_path):
+        """Each part is loaded with the implementation that it was saved with; a bias of None is the default."""
+        model = model_of("gemma3", {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"})
+        model.config.sigmoid_bias = None
+        model.save_pretrained(tmp_path / "gemma3")
+        again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "gemma3")
+        parts = again.config, again.config.text_config, again.config.vision_config
+        assert [c._attn_implementation for c in parts] == ["sigmoid", "sigmoid", "eager"]
+        inputs = inputs_of("gemma3")
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+        sizes = SIZES["clip"]["text_config"]
+        encoder, decoder = (
+            transformers.BertModel(transformers.BertConfig(**sizes, sigmoid_bias=-1.0), add_pooling_layer=False),
+            transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True)),
+        )
+        for part in (encoder, decoder):
+            part.eval().set_attn_implementation("sigmoid")
+        ids = inputs_of("bert")["input_ids"]
+        alone = encoder(ids).last_hidden_state
+        whole = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+        out = whole(input_ids=ids, decoder_input_ids=ids)
+        assert torch.equal(out.encoder_last_hidden_state, alone)
+        whole.save_pretrained(tmp_path / "bert")
+        again = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "bert").eval()
+        assert torch.equal(again(input_ids=ids, decoder_input_ids=ids).logits, out.logits)
+
+
 def test_normalize_is_computed_saved_and_inherited_by_parts(tmp_path):
     """Far below zero it is softmax, so that transformers' own attention is the truth."""
-    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-    config = CONFIG_MAPPING["llama"](**TEXT, sigmoid_bias=-60.0, sigmoid_normalize=True)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
-    softmax = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**TEXT), attn_implementation="sdpa").eval()
-    softmax.load_state_dict(model.state_dict())
+    tokens = inputs_of("llama")["input_ids"]
+    model = model_of("llama", "sigmoid", sigmoid_bias=-60.0, sigmoid_normalize=True)
     expected = model(tokens).logits
-    torch.testing.assert_close(expected, softmax(tokens).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(expected, model_of("llama", "sdpa")(tokens).logits, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path / "whole")
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(tokens).logits, expected)
     model.config.sigmoid_normalize = 1
     with pytest.raises(ValueError, match="sigmoid_normalize must be True or False, got 1"):
         model(tokens)
-    config = CONFIG_MAPPING["gemma3"](**GEMMA3, sigmoid_bias=-60.0, sigmoid_normalize=True)
-    whole = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sigmoid").eval()
-    part = whole.model.language_model
+    part = model_of("gemma3", "sigmoid", sigmoid_bias=-60.0, sigmoid_normalize=True).model.language_model
     part.save_pretrained(tmp_path / "part")
     assert "sigmoid_normalize" not in vars(part.config)
-    again = transformers.AutoModel.from_pretrained(tmp_path / "part").eval()
+    again = AutoModel.from_pretrained(tmp_path / "part").eval()
     torch.testing.assert_close(again(tokens).last_hidden_state, part(tokens).last_hidden_state)
+
+
+# -- learned biases ---------------------------------------------------------------------------------------------------
+
+
+class TestLearnedBiases:
+    """Outputs: test_transformers.py."""
+
+    def test_auto_classes(self, tmp_path):
+        """Base model and head model, in both directions, and a checkpoint of many files."""
+        model, inputs = sigmoid_model("llama", "learned"), inputs_of()
+        expected = model.model(**inputs)[0]
+        model.save_pretrained(tmp_path / "head", max_shard_size="5KB")
+        base = AutoModel.from_pretrained(tmp_path / "head")
+        base.save_pretrained(tmp_path / "base")
+        assert torch.equal(base(**inputs)[0], expected)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "base").model(**inputs)[0], expected)
+        model.model.save_pretrained(tmp_path / "part")
+        assert torch.equal(AutoModel.from_pretrained(tmp_path / "part")(**inputs)[0], expected)
+
+    def test_those_that_are_missing_start_as_new_and_others_are_not_initialised_again(self, tmp_path):
+        """-log of the visible keys, as in a new model; init_weights is called by some methods of transformers."""
+        model = sigmoid_model("llama", "learned")
+        model.save_pretrained(tmp_path)
+        for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+            before = [p.clone() for n, p in other.named_parameters() if "sigmoid_bias" in n]
+            other.init_weights()
+            assert all(map(torch.equal, before, (p for n, p in other.named_parameters() if "sigmoid_bias" in n)))
+        weights = load_file(tmp_path / "model.safetensors")
+        there = {name: w for name, w in weights.items() if "layers.1.self_attn.sigmoid_bias" not in name}
+        save_file(there, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        name = "model.layers.0.self_attn.sigmoid_bias.constant"
+        assert torch.equal(model.get_parameter(name), weights[name])
+        for other in (model, AutoModelForCausalLM.from_config(model.config)):
+            bias = other.model.layers[1].self_attn.sigmoid_bias
+            assert bias.constant.tolist() == [0.0] * 4
+            assert bias.slope.tolist() == [-1.0] * 4
+
+    def test_half_precision_is_sharded_as_it_is_loaded(self, tmp_path):
+        """They have the dtype of the weights, as FSDP requires; rounding them changes less than rounding weights."""
+        model, ids = sigmoid_model("llama", "learned"), torch.randint(3, 50, (2, 24))
+        model.save_pretrained(tmp_path)
+        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+        rounded = copy.deepcopy(half).float()  # computed in float32
+        exact_biases = copy.deepcopy(rounded)
+        exact_biases.load_state_dict({k: v for k, v in model.state_dict().items() if "sigmoid_bias" in k}, strict=False)
+        weights_rounded, both = exact_biases(ids).logits, rounded(ids).logits
+        assert (both - weights_rounded).norm() < 1e-3 * (weights_rounded - model(ids).logits).norm()
+
+        expected = half(ids).logits
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            for part in (*half.model.layers, half):
+                fully_shard(part, mesh=mesh)
+            torch.testing.assert_close(half(ids).logits, expected)
+            half(input_ids=ids, labels=ids).loss.backward()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def replaced(model):
+    """Return the names of the layers that write their softmax out, and now compute sigmoid attention."""
+    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
+
+
+@pytest.mark.parametrize("by_batches", [True, False], ids=["batches", "number"])
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_a_kept_layer_stays_softmax_when_it_is_saved(kind, by_batches, tmp_path):
+    pattern, layers = ("*h.1.*", "transformer.h") if kind == "bloom" else ("*layers.1.*", "model.layers")
+    model, softmax = (model_of(kind, spread=0.2) for _ in range(2))
+    inputs = inputs_of(kind)
+    with torch.no_grad():
+        before = softmax(**inputs).logits
+        options = {"batches": [inputs] * 2} if by_batches else {"bias": -2.0, "normalize": False}
+        report = convert(model, keep=[pattern], **options)
+        assert [s.outcome for s in report.softmax] == ["materialised" if kind == "bloom" else "converted", "kept"]
+        assert replaced(model) == (["transformer.h.0.self_attention"] if kind == "bloom" else [])
+        with pytest.raises(ValueError, match=rf"compute a softmax: {layers}\.1\.[a-z_]+$"):
+            sigmoid.check(model, **inputs)
+        expected = model(**inputs).logits
+        seen = inputs["attention_mask"].bool()
+        assert torch.allclose(expected[seen], before[seen], rtol=0.02, atol=0.05) == by_batches
+        for dtype in (torch.float32, torch.float64):
+            model.save_pretrained(tmp_path)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+            torch.testing.assert_close(model(**inputs).logits[seen].float(), expected[seen])
+        if not by_batches:
+            model.config.sigmoid_bias[""] = -1.0
+            assert not torch.allclose(model(**inputs).logits[seen].float(), expected[seen])
+        for other in (model.float(), softmax):
+            other.set_attn_implementation("eager")
+        assert torch.equal(model(**inputs).logits, softmax(**inputs).logits)
+
+
+def test_a_kept_decoder_stays_softmax(tmp_path):
+    """With its cross-attention, when it is trained, saved, loaded and generates."""
+    model = model_of("bart")
+    softmax = copy.deepcopy(model)
+    batches = [{"input_ids": i, "decoder_input_ids": i[:, :7]} for i in torch.randint(3, 50, (3, 2, 9))]
+    report = convert(model, batches, keep=["*decoder*"])
+    names = {name for name, _ in model.named_modules() if name.endswith("attn")}
+    assert {s.name for s in report.softmax if s.outcome == "kept"} == {name for name in names if "decoder" in name}
+    softmax.model.encoder = model.model.encoder
+    assert torch.equal(model(**batches[0]).logits, softmax(**batches[0]).logits)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
+    ids = batches[0]["input_ids"]
+    assert torch.equal(*(m.generate(ids, max_new_tokens=5, num_beams=2) for m in (model, loaded)))
+    loaded.train()(**batches[0]).logits.square().mean().backward()
+    assert all(p.grad is not None for name, p in loaded.named_parameters() if "sigmoid_bias" in name)

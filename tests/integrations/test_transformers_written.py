@@ -15,22 +15,12 @@ from sigattn import convert
 from sigattn.integrations import transformers as sigmoid
 from sigattn.integrations.transformers.configured import CONFIGURED
 from tests.integrations import tiny_transformers as tiny
+from tests.integrations.small_models import model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(2, 9, dtype=torch.long)
 MASK[0, :3] = 0
-
-
-def language_model(kind="bloom", implementation=None, **settings):
-    sizes = {"vocab_size": 50, "hidden_size": 32, "n_layer": 2, "num_hidden_layers": 2, "n_head": 4, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, num_attention_heads=4, **sizes, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
 
 
 def logits(model, **more):
@@ -44,9 +34,8 @@ def replaced(model):
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon", "mpt", "gptj"])
 def test_chosen_saved_loaded_and_chosen_away(kind, tmp_path):
-    more = {"rotary_dim": 4} if kind == "gptj" else {}
     level = -2.0 if kind != "mpt" else -40.0  # where the level of its logits, which depends on the call, has no effect
-    model = language_model(kind, "sigmoid", sigmoid_bias=level, sigmoid_normalize=kind == "mpt", **more)
+    model = model_of(kind, "sigmoid", spread=0.2, sigmoid_bias=level, sigmoid_normalize=kind == "mpt")
     sigmoid_logits = logits(model)
     model.config.sigmoid_bias = -1.0
     assert not torch.equal(logits(model), sigmoid_logits)  # read at each call
@@ -62,45 +51,9 @@ def test_chosen_saved_loaded_and_chosen_away(kind, tmp_path):
     for other in (loaded, copy.deepcopy(model)):
         other.set_attn_implementation("eager")
         assert not replaced(other)
-        eager = language_model(kind, "eager", **more)
+        eager = model_of(kind, "eager")
         eager.load_state_dict(model.state_dict())
         assert torch.equal(logits(other), logits(eager))
-
-
-def test_converted_with_a_kept_layer(tmp_path):
-    model = language_model()
-    before = logits(model)
-    batches = [{"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS.flip(0)}]
-    report = convert(model, batches, keep=["*h.1.*"])
-    assert [(s.call, s.outcome) for s in report.softmax] == [("softmax", "materialised"), ("softmax", "kept")]
-    assert replaced(model) == ["transformer.h.0.self_attention"]
-    torch.testing.assert_close(logits(model), before, rtol=0.02, atol=0.02)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert replaced(loaded) == replaced(model)
-    assert torch.equal(logits(loaded), logits(model))
-
-
-@pytest.mark.parametrize("kind", ["bloom", "llama"])
-def test_a_kept_layer_without_batches_is_saved(kind, tmp_path):
-    more = {} if kind == "bloom" else {"intermediate_size": 48}
-    model, softmax = (language_model(kind, **more) for _ in range(2))
-    pattern, layers = ("*h.1.*", "transformer.h") if kind == "bloom" else ("*layers.1.*", "model.layers")
-    report = convert(model, keep=[pattern], bias=-2.0, normalize=False)
-    assert [s.outcome for s in report.softmax] == ["materialised" if kind == "bloom" else "converted", "kept"]
-    with pytest.raises(ValueError, match=rf"compute a softmax: {layers}\.1\.[a-z_]+$"):
-        sigmoid.check(model, input_ids=IDS)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logits(loaded), logits(model))
-    loaded.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    torch.testing.assert_close(logits(again).float(), logits(model))
-    loaded.config.sigmoid_bias[""] = -1.0
-    assert not torch.allclose(logits(loaded), logits(model))
-    loaded.set_attn_implementation("eager")
-    softmax.set_attn_implementation("eager")
-    assert torch.equal(logits(loaded), logits(softmax))
 
 
 class TestReplacedLayers:
@@ -168,7 +121,7 @@ class TestRefused:
 
     def test_logits_without_a_level(self):
         with pytest.raises(ValueError, match=r"SigmoidMptAttention .* set config\.sigmoid_normalize = True"):
-            language_model("mpt", "sigmoid", sigmoid_bias=-2.0)(IDS)
+            model_of("mpt", "sigmoid", sigmoid_bias=-2.0)(IDS)
 
     def test_attention_without_a_softmax(self):
         with pytest.raises(
@@ -181,7 +134,7 @@ class TestRefused:
             def forward(self, x):
                 return (x @ x.mT).softmax(-1) @ x
 
-        model = language_model()
+        model = model_of("bloom")
         model.transformer.h[0].extra = OtherAttention()
         with pytest.raises(ValueError, match=r"h\.0\.extra \(OtherAttention: only layers of transformers"):
             model.set_attn_implementation("sigmoid")
@@ -194,11 +147,11 @@ class TestRefused:
         from timm.layers import Attention
         from timm.models.mobilevit import LinearSelfAttention
 
-        model = language_model()
+        model = model_of("bloom")
         model.transformer.h[0].extra = Attention(32)
         model.set_attn_implementation("sigmoid")
         assert "transformer.h.0.extra" in replaced(model)
-        model = language_model()
+        model = model_of("bloom")
         model.transformer.h[0].extra = LinearSelfAttention(32)
         with pytest.raises(ValueError, match="LinearSelfAttention: its weights are not multiplied with a matrix"):
             model.set_attn_implementation("sigmoid")

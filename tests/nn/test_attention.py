@@ -7,21 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sigattn.nn import (
-    Alibi,
-    AlibiKeysBias,
-    Attention,
-    AttentionBias,
-    BatchLengthBias,
-    Documents,
-    KVCache,
-    LearnableBias,
-    QueryBias,
-    RotaryEmbedding,
-    SampleLengthBias,
-    VisibleKeysBias,
-    VisibleKeysLinearBias,
-)
+from sigattn import nn
 from sigattn.nn.functional import ELEMENTWISE
 from tests.ops.cases import numbers
 
@@ -40,13 +26,13 @@ ACTIVATIONS = {
 }
 POSITIONS = {
     "none": lambda: None,
-    "rope": lambda: RotaryEmbedding(D),
-    "alibi": lambda: Alibi(H),
-    "split": lambda: Alibi(H, "split"),
+    "rope": lambda: nn.RotaryEmbedding(D),
+    "alibi": lambda: nn.Alibi(H),
+    "split": lambda: nn.Alibi(H, "split"),
 }
 
 
-class QueryFeatureBias(AttentionBias):
+class QueryFeatureBias(nn.AttentionBias):
     """Stand-in for a fitted predictor: a feature of the query, and the visible keys."""
 
     needs_visible = True
@@ -58,7 +44,7 @@ class QueryFeatureBias(AttentionBias):
 
 
 def linear_bias():
-    bias = VisibleKeysLinearBias(H)
+    bias = nn.VisibleKeysLinearBias(H)
     bias.constant.data.copy_(torch.linspace(-1, 1, H))
     bias.slope.data.copy_(torch.linspace(-1.2, -0.6, H))
     return bias
@@ -68,12 +54,12 @@ def linear_bias():
 # these keys, the number of keys and their lengths.
 BIASES = {
     "number": (lambda: -1.5, lambda bias, **_: -1.5),
-    "heads": (lambda: LearnableBias(-1.0, H), lambda bias, **_: bias.value),
-    "query": (lambda: QueryBias(-5.0), lambda bias, **_: 0.0),  # it is added to Q
-    "batch": (BatchLengthBias, lambda bias, keys, **_: -math.log(keys)),
-    "sample": (SampleLengthBias, lambda bias, lengths, **_: -lengths.double().log().view(B, 1, 1, 1)),
-    "visible": (VisibleKeysBias, lambda bias, log_seen, **_: -log_seen),
-    "ALiBi's keys": (AlibiKeysBias, lambda bias, log_alibi, **_: -log_alibi),
+    "heads": (lambda: nn.LearnableBias(-1.0, H), lambda bias, **_: bias.value),
+    "query": (lambda: nn.QueryBias(-5.0), lambda bias, **_: 0.0),  # it is added to Q
+    "batch": (nn.BatchLengthBias, lambda bias, keys, **_: -math.log(keys)),
+    "sample": (nn.SampleLengthBias, lambda bias, lengths, **_: -lengths.double().log().view(B, 1, 1, 1)),
+    "visible": (nn.VisibleKeysBias, lambda bias, log_seen, **_: -log_seen),
+    "ALiBi's keys": (nn.AlibiKeysBias, lambda bias, log_alibi, **_: -log_alibi),
     "linear": (
         linear_bias,
         lambda bias, log_seen, **_: bias.constant.view(H, 1, 1) + bias.slope.view(H, 1, 1) * log_seen,
@@ -93,7 +79,7 @@ def random_layer(number, causal=None, biases=tuple(BIASES)):
     position, is_softmax = r.choice(list(POSITIONS)), activation == "softmax"
     name = None if is_softmax else r.choice([b for b in biases if position in ONLY_WITH.get(b, POSITIONS)])
     torch.manual_seed(0)
-    layer = Attention(
+    layer = nn.Attention(
         E,
         H,
         activation=activation,
@@ -132,7 +118,7 @@ def formula(layer, x, source, lengths):
     q, k = (norm(m, t, getattr(m, "weight", None)) for m, t in ((layer.query_norm, q), (layer.key_norm, k)))
     if layer.bias_name == "query":
         q = q + layer.attention_bias.value
-    if isinstance(layer.position, RotaryEmbedding):
+    if isinstance(layer.position, nn.RotaryEmbedding):
         q, k = layer.position(q), layer.position(k)
     n, m = q.shape[2], k.shape[2]
     i, j = torch.arange(n)[:, None], torch.arange(m)
@@ -144,7 +130,7 @@ def formula(layer, x, source, lengths):
     if lengths is not None:
         seen = seen & (j < lengths.view(B, 1, 1, 1))
     penalty = torch.zeros(1, H, n, m, dtype=torch.float64)
-    if isinstance(layer.position, Alibi):
+    if isinstance(layer.position, nn.Alibi):
         slopes = layer.position().double()
         before, after = (slopes[None], slopes[None]) if slopes.dim() == 1 else slopes.unbind(-1)
         penalty = torch.where(j < i, before[..., None, None], after[..., None, None]) * (i - j).abs()
@@ -202,7 +188,7 @@ def test_outputs_gradients_and_statistics_are_those_of_the_formula(number):
 @torch.no_grad()
 def test_tokens_with_a_cache_give_the_output_of_the_whole_sequence(number):
     layer, left_padding = random_layer(number, True, ALONE), [None, (0, 4), (5, 0)][number % 3]
-    cache = KVCache(N, None if left_padding is None else torch.tensor(left_padding))
+    cache = nn.KVCache(N, None if left_padding is None else torch.tensor(left_padding))
     out = torch.cat([layer(part, cache=cache) for part in X.split([4, 1, 3, 1], 1)], 1)
     for sample, first in enumerate(left_padding or (0, 0)):
         close(out[sample : sample + 1, first:], layer(X[sample : sample + 1, first:]))
@@ -213,14 +199,14 @@ def test_documents_give_the_output_of_each_alone(number):
     layer = random_layer(number, True, ALONE)
     starts = torch.zeros(B, N, dtype=torch.bool)
     starts[:, 0] = starts[0, 4] = starts[0, 5] = starts[1, 7] = True
-    out = layer(X, documents=Documents.from_starts(starts))
+    out = layer(X, documents=nn.Documents.from_starts(starts))
     for row, parts in enumerate(([slice(0, 4), slice(4, 5), slice(5, 9)], [slice(0, 7), slice(7, 9)])):
         for part in parts:
             close(out[row : row + 1, part], layer(X[row : row + 1, part]))
 
 
 def sigmoid_layer(attention_bias=-1.0, **options):
-    return Attention(8, 2, activation="sigmoid", attention_bias=attention_bias, **options)
+    return nn.Attention(8, 2, activation="sigmoid", attention_bias=attention_bias, **options)
 
 
 def test_dropout_only_while_training():
@@ -242,16 +228,16 @@ def test_no_query_gives_no_output():
 def test_what_a_cache_refuses():
     layer, x = sigmoid_layer(), torch.randn(1, 3, 8)
     with pytest.raises(RuntimeError, match="no gradient"):
-        layer(x, cache=KVCache(4))
+        layer(x, cache=nn.KVCache(4))
     with torch.no_grad():
-        cache = KVCache(4)
+        cache = nn.KVCache(4)
         layer(x, cache=cache)
         with pytest.raises(ValueError, match="the cache has 4 positions and holds 3: 3 more do not fit"):
             layer(x, cache=cache)
         with pytest.raises(ValueError, match="a batch of 1, got a batch of 2"):
             layer(torch.randn(2, 1, 8), cache=cache)
         with pytest.raises(ValueError, match="a cache needs causal=True"):
-            sigmoid_layer(causal=False)(x, cache=KVCache(4))
+            sigmoid_layer(causal=False)(x, cache=nn.KVCache(4))
 
 
 def test_causal_by_default_in_self_attention_only():
@@ -265,4 +251,4 @@ def test_causal_by_default_in_self_attention_only():
 
 def test_a_bias_in_q_with_rope_is_warned_of():
     with pytest.warns(UserWarning, match="unstable with RoPE"):
-        sigmoid_layer(QueryBias(), position=RotaryEmbedding(4))
+        sigmoid_layer(nn.QueryBias(), position=nn.RotaryEmbedding(4))

@@ -5,21 +5,7 @@ import math
 import pytest
 import torch
 
-from sigattn.nn import (
-    Alibi,
-    AlibiKeysBias,
-    Attention,
-    BatchLengthBias,
-    ConstantBias,
-    ContextLengthBias,
-    LearnableBias,
-    QuadraticBias,
-    QueryBias,
-    SampleLengthBias,
-    VisibleKeysBias,
-    VisibleKeysLinearBias,
-    make_bias,
-)
+from sigattn import nn
 from sigattn.nn.fitted_bias import EPS
 
 H, D = 4, 6
@@ -28,27 +14,27 @@ H, D = 4, 6
 def test_values():
     """The values of the other rules: test_attention.py."""
     cpu = {"device": torch.device("cpu")}
-    assert [bias(5, 7, **cpu) for bias in (ConstantBias(-3.0), ContextLengthBias(64))] == [-3, -math.log(64)]
-    assert BatchLengthBias()(5, 0, **cpu) == 0
-    assert SampleLengthBias()(5, 7, key_lengths=torch.tensor([1, 0]), **cpu).tolist() == [[[[0]]], [[[0]]]]
+    assert [bias(5, 7, **cpu) for bias in (nn.ConstantBias(-3.0), nn.ContextLengthBias(64))] == [-3, -math.log(64)]
+    assert nn.BatchLengthBias()(5, 0, **cpu) == 0
+    assert nn.SampleLengthBias()(5, 7, key_lengths=torch.tensor([1, 0]), **cpu).tolist() == [[[[0]]], [[[0]]]]
 
 
 @pytest.mark.parametrize(
     ("rule", "learn", "kind", "value"),
     [
-        (-10.0, "no", ConstantBias, -10),
-        (-10.0, "layer", LearnableBias, [-10]),
-        (-10.0, "head", LearnableBias, [-10] * H),
-        (-5.0, "query", QueryBias, [-5]),
-        ("log_context", "no", ContextLengthBias, -math.log(64)),
-        ("log_visible", "no", VisibleKeysBias, None),
-        ("log_sample", "no", SampleLengthBias, None),
-        ("log_batch", "no", BatchLengthBias, None),
-        ("log_alibi", "no", AlibiKeysBias, None),
+        (-10.0, "no", nn.ConstantBias, -10),
+        (-10.0, "layer", nn.LearnableBias, [-10]),
+        (-10.0, "head", nn.LearnableBias, [-10] * H),
+        (-5.0, "query", nn.QueryBias, [-5]),
+        ("log_context", "no", nn.ContextLengthBias, -math.log(64)),
+        ("log_visible", "no", nn.VisibleKeysBias, None),
+        ("log_sample", "no", nn.SampleLengthBias, None),
+        ("log_batch", "no", nn.BatchLengthBias, None),
+        ("log_alibi", "no", nn.AlibiKeysBias, None),
     ],
 )
 def test_rules_of_configurations(rule, learn, kind, value):
-    bias = make_bias(rule, learn=learn, max_seq_len=64, num_heads=H)
+    bias = nn.make_bias(rule, learn=learn, max_seq_len=64, num_heads=H)
     assert type(bias) is kind
     own = getattr(bias, "value", None)
     assert (own.flatten().tolist() if isinstance(own, torch.Tensor) else own) == value
@@ -57,17 +43,17 @@ def test_rules_of_configurations(rule, learn, kind, value):
 @pytest.mark.parametrize(
     ("rule", "learn", "kind"),
     [
-        ("log_visible", "head", VisibleKeysLinearBias),
-        ("log_alibi", "head", VisibleKeysLinearBias),
-        ("log_alibi", "quadratic", QuadraticBias),
+        ("log_visible", "head", nn.VisibleKeysLinearBias),
+        ("log_alibi", "head", nn.VisibleKeysLinearBias),
+        ("log_alibi", "quadratic", nn.QuadraticBias),
     ],
 )
 def test_learned_forms_start_as_their_rule_and_learn(rule, learn, kind):
-    bias = make_bias(rule, learn=learn, num_heads=H, head_dim=4)
+    bias = nn.make_bias(rule, learn=learn, num_heads=H, head_dim=4)
     assert isinstance(bias, kind)
     layer, reference = (
-        Attention(16, H, activation="sigmoid", attention_bias=b, position=Alibi(H))
-        for b in (bias, make_bias(rule, num_heads=H))
+        nn.Attention(16, H, activation="sigmoid", attention_bias=b, position=nn.Alibi(H))
+        for b in (bias, nn.make_bias(rule, num_heads=H))
     )
     reference.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(2, 9, 16)
@@ -78,7 +64,7 @@ def test_learned_forms_start_as_their_rule_and_learn(rule, learn, kind):
 
 
 def random_bias(size=0.3):
-    bias = QuadraticBias(H, D, D)
+    bias = nn.QuadraticBias(H, D, D)
     with torch.no_grad():
         for p in bias.parameters():
             p.normal_(std=size)

@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
+from sigattn.nn import position
 from sigattn.nn.cape import Cape, ImageCape
-from sigattn.nn.position import (
-    Alibi,
-    LearnableEmbedding,
-    RotaryEmbedding,
-    SinusoidalEmbedding,
-    alibi_slopes,
-    image_sinusoids,
-)
 
 
 def interleaved(*features):
@@ -22,18 +15,18 @@ def interleaved(*features):
 
 def test_rope_is_a_rotation_by_position_times_frequency():
     x = torch.randn(1, 1, 5, 6)
-    turned = RotaryEmbedding(6, base=100.0)(x)
+    turned = position.RotaryEmbedding(6, base=100.0)(x)
     angles = torch.arange(5)[:, None] * 100.0 ** (-torch.arange(3) / 3)
     expected = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(5, 3), angles)
     torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1))
 
 
 def test_alibi_slopes_are_the_paper_s():
-    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
-    twelve = alibi_slopes(12).tolist()  # the eight of 8 heads, then every other one of 16
+    assert position.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    twelve = position.alibi_slopes(12).tolist()  # the eight of 8 heads, then every other one of 16
     assert twelve[:8] == [2.0**-i for i in range(1, 9)]
     assert twelve[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
-    before, after = Alibi(4, "split", steepness=4.0)().unbind(-1)
+    before, after = position.Alibi(4, "split", steepness=4.0)().unbind(-1)
     assert (after[0, ::2] == 4 * before[0, ::2]).all()
     assert (before[0, 1::2] == 4 * after[0, 1::2]).all()
 
@@ -44,9 +37,9 @@ def test_encodings_that_are_added_to_the_input():
     x, y = torch.tensor([(x, y) for y in (-1.0, 1.0) for x in (-1.0, 0.0, 1.0)]).split(1, 1)
     k = torch.arange(4)
     plane = math.pi * 10 ** (2 * k / 8) * (k.cos() * x + k.sin() * y)
-    learned = LearnableEmbedding(5, 4)
+    sines, learned = position.SinusoidalEmbedding(4, base=100.0), position.LearnableEmbedding(5, 4)
     for out, expected in (
-        (SinusoidalEmbedding(4, base=100.0)(torch.zeros(1, 3, 4), 2), interleaved(sinusoidal.sin(), sinusoidal.cos())),
+        (sines(torch.zeros(1, 3, 4), 2), interleaved(sinusoidal.sin(), sinusoidal.cos())),
         (Cape(4).eval()(torch.zeros(1, 3, 4)), interleaved(seconds.cos(), seconds.sin())),
         (ImageCape(8, 2, 3).eval()(torch.zeros(1, 6, 8)), interleaved(plane.cos(), plane.sin())),
         (learned(torch.zeros(1, 3, 4), 2), learned.weight[2:]),
@@ -55,7 +48,7 @@ def test_encodings_that_are_added_to_the_input():
 
 
 def test_image_sinusoids():
-    table = image_sinusoids(8, 2, 3)
+    table = position.image_sinusoids(8, 2, 3)
     for row in range(2):
         for column in range(3):
             angles = [column, column / 100, row, row / 100]
@@ -99,7 +92,10 @@ class TestAugmentationOfCape:
         assert torch.isfinite(ImageCape(8, 1, 1)(torch.zeros(1, 1, 8))).all()
 
 
-LAYERS = (RotaryEmbedding, lambda _: Alibi(6, "split"), SinusoidalEmbedding, Cape, lambda dim: ImageCape(dim, 2, 2))
+LAYERS = (
+    position.RotaryEmbedding, lambda _: position.Alibi(6, "split"), position.SinusoidalEmbedding, Cape,
+    lambda dim: ImageCape(dim, 2, 2),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("make", LAYERS)
@@ -122,8 +118,8 @@ def test_16_bits_do_not_round_the_angles(make, dtype):
         assert b.dtype == torch.promote_types(dtype, torch.float32)
         assert torch.equal(a, b.float())
     assert all(b.dtype == torch.float32 and b.is_meta for b in make(8).to("meta", torch.bfloat16).buffers())
-    if not isinstance(cast, Alibi):
-        x = torch.zeros(1, 2, 4, 8) + 1 if isinstance(cast, RotaryEmbedding) else torch.zeros(1, 4, 8)
+    if not isinstance(cast, position.Alibi):
+        x = torch.zeros(1, 2, 4, 8) + 1 if isinstance(cast, position.RotaryEmbedding) else torch.zeros(1, 4, 8)
         assert cast(x.to(dtype)).dtype == dtype
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(cast(x), exact(x))
