@@ -1,8 +1,10 @@
 """Layers and models that several tests convert, and conversion without batches."""
 
 import math
+import pickle
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -30,6 +32,24 @@ def changed(model, change):
     """Return a model after a change, which is a function of it."""
     change(model)
     return model
+
+
+def state_of(model):
+    """Return values, classes and settings of a model's layers."""
+    modules = list(model.modules())
+    settings = [
+        {k: v if isinstance(v, (bool, int, float, str)) else type(v) for k, v in vars(m).items()} for m in modules
+    ]
+    configs = [str(m.config) for m in modules if hasattr(m, "config")]
+    return pickle.dumps(model.state_dict()), [type(m) for m in modules], settings, configs
+
+
+def refused(model, message, **options):
+    """Expect an error of ``convert`` with this message, and a model that is as before."""
+    before = state_of(model)
+    with pytest.raises((ValueError, TypeError), match=message):
+        convert(model, **options)
+    assert state_of(model) == before
 
 
 def least_squares(x, y):

@@ -143,7 +143,7 @@ def test_c_and_a_are_least_squares(name):
     for i, layer in enumerate(report.layers):
         for h, head in enumerate(layer.heads):
             of_head = slice(None) if len(layer.heads) == 1 else h
-            x, y = torch.cat([rows[:, :, of_head].flatten(1) for rows in recorder.calls[i::count]], 1)
+            x, y = torch.cat([rows[:, :, of_head].flatten(1) for rows in recorder.calls[i::count]], 1).numpy()
             visible = x >= 0
             assert (head.constant, head.slope) == pytest.approx(least_squares(x[visible], y[visible]), abs=1e-3)
     assert len(report.layers[0].heads) == (1 if "transposed" in name else 4)

@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModel  # noqa: E402
 
-from sigattn.conversion import ConversionError, convert  # noqa: E402
+from sigattn.conversion import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from tests.conversion.layers import refused  # noqa: E402
 from tests.integrations.small_models import model_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -29,7 +30,7 @@ def test_the_losses_are_those_of_the_model_before_and_after(kind):
         after = float(model(**batches[-1]).loss)
     assert (report.loss_softmax, report.loss) == pytest.approx((before, after), rel=1e-4)
     assert abs(after - before) < 0.01 * before
-    refused(model, batches, "has sigmoid attention already")
+    refused(model, "has sigmoid attention already", batches=batches)
     assert sigmoid.check(model, **batches[0]) == len(report.layers)
 
 
@@ -72,17 +73,6 @@ def test_the_example(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "converted" / "model.safetensors").exists()
 
 
-def refused(model, batches, message, **options):
-    """Expect an error with this message, and a model that is as before."""
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    chosen = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
-    with pytest.raises(ConversionError, match=message):
-        convert(model, batches, **options)
-    assert [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")] == chosen
-    assert model.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
 IDS = torch.randint(3, 50, (5, 2, 9), generator=torch.Generator().manual_seed(0))
 EMBEDDINGS = [{"inputs_embeds": torch.randn(2, 9, 32)} for _ in range(5)]
 EMBEDDINGS[4]["inputs_embeds"][0, 3] = torch.nan  # held out
@@ -108,4 +98,4 @@ def resnet():
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_refused_and_unchanged(make, batches, message, options):
-    refused(make(), batches, message, **options)
+    refused(make(), message, batches=batches, **options)

@@ -35,7 +35,6 @@ SIZES = {
     "whisper": WHISPER,  # cross-attention
     "bart": {**BART, "max_position_embeddings": 64, "forced_eos_token_id": None},
     "clip": CLIP,
-    "qwen2": TEXT,
     "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 2.0},  # windows, and logits that are capped
     "gemma3": GEMMA3,  # composite
     "t5": {**T5, "decoder_start_token_id": 0},  # position biases, and cross-attention
@@ -44,7 +43,7 @@ SIZES = {
     **dict.fromkeys(("bloom", "falcon", "mpt"), WRITTEN), "gptj": {**WRITTEN, "rotary_dim": 4},
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50},
 }  # fmt: skip
-DECODERS = ("llama", "qwen2", "gemma2", "gemma3_text", "bloom", "falcon", "mpt", "gptj", "gpt2")
+DECODERS = ("llama", "gemma2", "gemma3_text", "bloom", "falcon", "mpt", "gptj", "gpt2")
 AUTO = dict.fromkeys(DECODERS, AutoModelForCausalLM)
 AUTO |= dict.fromkeys(("bart", "t5", "t5gemma"), transformers.AutoModelForSeq2SeqLM)
 AUTO["gemma3"] = transformers.AutoModelForImageTextToText
