@@ -20,15 +20,13 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -97,18 +95,13 @@ class EagerSigmoid(TorchFunctionMode):
         normalize: divide the weights of a row by their sum, as biases of layers do.
     """
 
-    def __init__(
-        self,
-        bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]],
-        model: nn.Module,
-        normalize: bool | None = None,
-    ) -> None:
+    def __init__(self, bias, model, normalize=None):
         super().__init__()
         self.kinds = tuple({m.softmax_class for m in model.modules() if isinstance(m, CONFIGURED)})
         self.bias, self.calls = bias, 0
         self.normalize = isinstance(bias, dict) if normalize is None else normalize
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is nn.functional.multi_head_attention_forward:
             with self:
@@ -135,11 +128,11 @@ class EagerSigmoid(TorchFunctionMode):
         return weights.to(kwargs.get("dtype") or logits.dtype)
 
 
-def _last(logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _last(logits, args, kwargs):
     return (args[0] if args else kwargs["dim"]) in (-1, logits.dim() - 1)
 
 
-def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _multi_head_attention(*args, **kwargs):
     """Compute ``F.multi_head_attention_forward`` of (N, B, E) as a formula; ``EagerSigmoid`` replaces the softmax."""
     call = inspect.signature(nn.functional.multi_head_attention_forward).bind(*args, **kwargs).arguments
     heads = call["num_heads"]
@@ -162,15 +155,7 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return nn.functional.linear(out, call["out_proj_weight"], call["out_proj_bias"]), None
 
 
-def _written_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
+def _written_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
     """Compute softmax attention as a formula; ``EagerSigmoid`` replaces the softmax."""
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -182,7 +167,7 @@ def _written_sdpa(
     return nn.functional.softmax(logits, dim=-1) @ value
 
 
-def _eager_attention() -> dict[str, Any] | None:
+def _eager_attention():
     """Return the variables of the eager attention function that calls the softmax; None outside of eager attention."""
     frame = sys._getframe(2)
     for _ in range(6):
@@ -194,7 +179,7 @@ def _eager_attention() -> dict[str, Any] | None:
     return None
 
 
-def _softmax_layer(kinds: tuple[type[nn.Module], ...]) -> nn.Module | None:
+def _softmax_layer(kinds):
     """Return the layer of these classes whose own code calls the softmax, or a function of PyTorch."""
     frame = sys._getframe(2)
     for _ in range(12):
@@ -208,16 +193,8 @@ def _softmax_layer(kinds: tuple[type[nn.Module], ...]) -> nn.Module | None:
 
 
 def reference_eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module, query, key, value, attention_mask, scaling, position_bias=None, s_aux=None, **_
+):
     """Compute softmax attention with boolean masks; ``EagerSigmoid`` replaces the softmax."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     logits = query @ key.mT * scaling + (0.0 if position_bias is None else position_bias)
@@ -232,12 +209,11 @@ def reference_eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    mask: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    return mask
+def reference_mask(*args, **kwargs):
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
-def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: Any, margin: float = 0.0) -> Tensor:
+def _weights(logits, bias, mask, margin=0.0):
     """Return sigmoid weights; a ``mask`` of ... says that the layer has added it to the logits.
 
     "log_visible" is ``margin`` less than -log of the visible keys.
@@ -262,19 +238,17 @@ def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: An
 # -- one architecture -------------------------------------------------------------------------------------------------
 
 
-def judge(architecture: str) -> Result:
+def judge(architecture):
     """Compare the choice of "sigmoid" with the reference, in the smallest configuration that works."""
     return _in_some_size(architecture, _judge)
 
 
-def judge_conversion(architecture: str) -> Result:
+def judge_conversion(architecture):
     """Compare the converted model with the reference, in the smallest configuration that works."""
     return _in_some_size(architecture, _judge_conversion)
 
 
-def _in_some_size(
-    architecture: str, judge_size: Callable[[str, Callable[..., PretrainedConfig], PreTrainedModel], Result]
-) -> Result:
+def _in_some_size(architecture, judge_size):
     warnings.filterwarnings("ignore")
     sigmoid.register()
     AttentionInterface.register("reference", reference_eager_attention_forward)
@@ -296,7 +270,7 @@ def _in_some_size(
     return Result(architecture, "not built", "; ".join(dict.fromkeys(reasons)))
 
 
-def _judge(architecture: str, make: Callable[..., PretrainedConfig], eager: PreTrainedModel) -> Result:
+def _judge(architecture, make, eager):
     normalize = architecture in NORMALIZED
     try:
         config = make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS, sigmoid_normalize=normalize)
@@ -330,7 +304,7 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig], eager: PreT
     return Result(architecture, "exact", OWN_REFERENCE.get(architecture, ""), len(ran), len(layers))
 
 
-def _problem(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: dict[str, Any]) -> str:
+def _problem(eager, model, part, inputs):
     """Return what is wrong with a part of ``model``, in float64 if it is wrong in float32; or an empty string."""
     problem = _compare(eager, model, part, inputs)
     if not problem:
@@ -346,19 +320,19 @@ class Unusable(Exception):
     """The reference itself does not accept the inputs, or calls no attention."""
 
 
-def _recorded_calls(layers: list[nn.Module]) -> set[nn.Module]:
+def _recorded_calls(layers):
     """Return a set to which each of the layers is added when it runs."""
-    ran: set[nn.Module] = set()
+    ran = set()
     for layer in layers:  # a copy of the model calls the hooks, too
         layer.register_forward_hook(lambda module, *_: ran.add(module) if module in layers else None)
     return ran
 
 
-def text_of(error: Exception) -> str:
+def text_of(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _error(architecture: str, error: Exception) -> Result:
+def _error(architecture, error):
     text = " ".join(str(error).split())
     refused = isinstance(error, ValueError) and 'attn_implementation="sigmoid"' in text
     return Result(
@@ -366,7 +340,7 @@ def _error(architecture: str, error: Exception) -> Result:
     )
 
 
-def _compare(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: dict[str, Any]) -> str:
+def _compare(eager, model, part, inputs):
     """Return what is wrong with a part of ``model``, or an empty string."""
     with torch.no_grad():
         softmax = run(eager.get_submodule(part), inputs, None)
@@ -388,7 +362,7 @@ def _compare(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: 
     return ""
 
 
-def _set_bias(model: PreTrainedModel, bias: float | str) -> None:
+def _set_bias(model, bias):
     """Set the bias in the outermost configuration, and where transformers copied it from there."""
     model.config.sigmoid_bias = bias
     for module in model.modules():
@@ -396,7 +370,7 @@ def _set_bias(model: PreTrainedModel, bias: float | str) -> None:
             module.config.sigmoid_bias = bias
 
 
-def _remaining_softmax(part: nn.Module, inputs: dict[str, Any]) -> str:
+def _remaining_softmax(part, inputs):
     try:
         sigmoid.check(part, **{name: value.clone() for name, value in inputs.items()})
     except ValueError as error:
@@ -404,7 +378,7 @@ def _remaining_softmax(part: nn.Module, inputs: dict[str, Any]) -> str:
     return ""
 
 
-def run(part: nn.Module, inputs: dict[str, Any], mode: EagerSigmoid | None) -> list[Tensor]:
+def run(part, inputs, mode):
     try:
         if mode is None:
             return outputs(part, inputs)
@@ -414,7 +388,7 @@ def run(part: nn.Module, inputs: dict[str, Any], mode: EagerSigmoid | None) -> l
         raise Unusable(text_of(error)) from error
 
 
-def outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+def outputs(part, inputs):
     torch.manual_seed(0)
     out = part(**{name: value.clone() for name, value in inputs.items()})
     values = dict(out) if hasattr(out, "keys") else {"": out}
@@ -422,7 +396,7 @@ def outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def difference(found: list[Tensor], expected: list[Tensor], softmax: list[Tensor]) -> str:
+def difference(found, expected, softmax):
     if [t.shape for t in found] != [t.shape for t in expected]:
         return "outputs of other shapes"
     if [t.shape for t in softmax] != [t.shape for t in expected]:
@@ -434,7 +408,7 @@ def difference(found: list[Tensor], expected: list[Tensor], softmax: list[Tensor
     return "" if error <= 1e-5 + 1e-3 * effect else f"error {error:.2g}, where softmax differs by {effect:.2g}"
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def _distance(a, b):
     """Return the largest difference, relative to the largest value."""
     if a.numel() == 0 or not (a.detach().isfinite() == b.detach().isfinite()).all():
         return 0.0 if a.numel() == 0 else float("inf")
@@ -442,7 +416,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
 
-def _gradients(model: nn.Module, eager: nn.Module, found: list[Tensor], expected: list[Tensor]) -> str:
+def _gradients(model, eager, found, expected):
     named = [
         (n, p, q) for (n, p), q in zip(model.named_parameters(), eager.parameters(), strict=True) if q.requires_grad
     ]
@@ -462,7 +436,7 @@ def _gradients(model: nn.Module, eager: nn.Module, found: list[Tensor], expected
     return ""
 
 
-def _projection(t: Tensor) -> Tensor:
+def _projection(t):
     """Return a sum with fixed weights of both signs (a norm would have no gradient where outputs are normalised)."""
     return t.flatten() @ torch.arange(t.numel()).cos().to(t.dtype) / t.numel() ** 0.5
 
@@ -470,7 +444,7 @@ def _projection(t: Tensor) -> Tensor:
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
-def _judge_conversion(architecture: str, _: Callable[..., PretrainedConfig], model: PreTrainedModel) -> Result:
+def _judge_conversion(architecture, _, model):
     reason = "no inputs found"
     for name, part in tiny.parts(model):
         if name and not any(is_attention(m) for m in part.modules()):
@@ -498,7 +472,7 @@ def _judge_conversion(architecture: str, _: Callable[..., PretrainedConfig], mod
     return Result(architecture, "not built", reason)
 
 
-def _problem_of_conversion(architecture: str, eager: PreTrainedModel, inputs: dict[str, Any]) -> str:
+def _problem_of_conversion(architecture, eager, inputs):
     """Return what is wrong with the converted copy of a model, or an empty string.
 
     Raises:
@@ -531,9 +505,7 @@ def _problem_of_conversion(architecture: str, eager: PreTrainedModel, inputs: di
     return problem
 
 
-def _compare_conversion(
-    eager: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Any], softmax: list[Tensor]
-) -> str:
+def _compare_conversion(eager, model, inputs, softmax):
     """Return how outputs differ from the reference's, in float64 if they do in float32; or an empty string."""
     biases = {
         eager.get_submodule(name): (layer.sigmoid_bias.constant, layer.sigmoid_bias.slope)
@@ -552,7 +524,7 @@ def _compare_conversion(
     return problem
 
 
-def _saved(model: PreTrainedModel, inputs: dict[str, Any]) -> str:
+def _saved(model, inputs):
     """Return how the model differs after it was saved and loaded, or an empty string."""
     before = outputs(model, inputs)
     with tempfile.TemporaryDirectory() as folder:
@@ -572,7 +544,7 @@ def _saved(model: PreTrainedModel, inputs: dict[str, Any]) -> str:
 # -- all architectures ------------------------------------------------------------------------------------------------
 
 
-def write(results: list[Result]) -> None:
+def write(results):
     """Write results into the page, in place of older ones for the same architectures."""
     try:
         rows = page.results("transformers")
@@ -586,7 +558,7 @@ def write(results: list[Result]) -> None:
     page.write("transformers", f"transformers {transformers.__version__}", list(rows.values()))
 
 
-def main() -> None:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="default: all of the registry")
