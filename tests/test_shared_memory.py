@@ -16,16 +16,11 @@ BEYOND = 1 << 20
 NEEDS_LLVM = pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="llvmlite is not installed")
 
 
-def shared(*values):
-    array = np.array(values, dtype=np.int64)
-    return array, torch.from_numpy(array)
-
-
 def gradient(forward, lengths, change=None):
     """Return the gradient of the input, after a change of the lengths between the passes."""
     torch.manual_seed(0)
-    array, lengths = shared(*lengths)
-    x, out = forward(lengths)
+    array = np.array(lengths, dtype=np.int64)
+    x, out = forward(torch.from_numpy(array))
     if change is not None:
         array[:] = change
     return torch.autograd.grad(out.square().sum(), x)[0]
@@ -51,8 +46,6 @@ def test_key_lengths(backend, n, dtype):
     assert_safe(forward, (n, n // 2))
 
 
-LAYER = Attention(16, 2, activation="sigmoid", attention_bias=-2.0)
-NOT_CAUSAL = Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=False)
 IDS, STARTS = torch.tensor([[0] * 10 + [1] * 20]), torch.tensor([0, 10, 30])
 
 
@@ -70,7 +63,7 @@ def packed(function):
 
 def layer_with_lengths(lengths):
     x = leaf(2, 40, 16)
-    return x, NOT_CAUSAL(x, key_lengths=lengths)
+    return x, Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=False)(x, key_lengths=lengths)
 
 
 def nested(offsets):
@@ -81,13 +74,14 @@ def nested(offsets):
 
 def documents(starts):
     x = leaf(1, 30, 16)
-    return x, LAYER(x, documents=Documents(IDS, IDS * 0, starts))
+    layer = Attention(16, 2, activation="sigmoid", attention_bias=-2.0)
+    return x, layer(x, documents=Documents(IDS, IDS * 0, starts))
 
 
 def paged(table):
     pages, query = leaf(6, 10, 2, 8), torch.ones(30, 2, 8)
-    options = {"block_table": table.view(2, 2)}
-    return pages, flash.flash_attn_varlen_func(query, pages, pages, STARTS, STARTS, 20, 20, **options)
+    sizes = STARTS, STARTS, 20, 20
+    return pages, flash.flash_attn_varlen_func(query, pages, pages, *sizes, block_table=table.view(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,7 @@ def test_a_packed_file_or_its_tokenizer_that_has_changed_raises(corpus, tmp_path
         find_packed_tokenizer(stored)
 
 
-def test_invalid_utf_8(tmp_path):
-    """Bytes that are replaced by other characters would change a corpus silently."""
+def test_invalid_utf_8_is_not_replaced(tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"cannot read .*latin\.txt as UTF-8 text"):
         list(iter_documents(tmp_path))

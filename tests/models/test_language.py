@@ -12,34 +12,14 @@ from sigattn.nn.documents import Documents
 SMALL = {"vocab_size": 50, "max_seq_len": 16, "num_layers": 2, "embed_dim": 24, "num_heads": 3}
 
 
-def test_number_of_parameters():
-    """Embedding (tied), and per layer q, k, v, output, SwiGLU and four norms."""
-    model = LanguageModel(LanguageModelConfig(**SMALL))
-    hidden = 64
-    layer = 4 * 24 * 24 + 3 * 24 * hidden + 2 * 24 + 2 * 8
-    assert sum(p.numel() for p in model.parameters()) == 50 * 24 + 2 * layer + 24
-
-
 def test_an_output_that_was_replaced():
-    """As LoRA and quantisation do, whose layers have the weight of the layer that they replace, or none."""
-
-    class Added(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        @property
-        def weight(self):
-            return self.base.weight
-
-        def forward(self, x):
-            return self.base(x) + 1
-
+    """As LoRA and quantisation do, whose layers need not have the attributes of the layer that they replace."""
     model = LanguageModel(LanguageModelConfig(**SMALL, tie_embeddings=False))
     tokens = torch.randint(50, (3, 16))
     logits = model(tokens)
-    model.output = Added(model.output)
-    torch.testing.assert_close(model(tokens), logits + 1)
+    model.output = torch.nn.Sequential(model.output, torch.nn.Threshold(math.inf, 1.0))
+    assert (model(tokens) == 1).all()
+    assert not (logits == 1).any()
 
 
 @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
@@ -90,13 +70,6 @@ class TestDocuments:
 
     TOKENS = torch.tensor([[5, 3, 0, 7, 7, 9, 0, 0, 4, 8, 2, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 0]])
     PARTS = ([slice(0, 3), slice(3, 7), slice(7, 8), slice(8, 12)], [slice(0, 12)])
-
-    def test_where_they_begin(self):
-        found = Documents.from_end_token(self.TOKENS, 0)
-        assert found.cu_seqlens.tolist() == [0, 3, 7, 8, 12, 24]
-        assert found.cu_seqlens.dtype is torch.int32
-        assert found.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3], [*range(12)]]
-        assert found.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
 
     @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
     @pytest.mark.parametrize(

@@ -250,13 +250,10 @@ class TestSaving:
             load(tmp_path)
         save(LanguageModel(LANGUAGE), tmp_path)
         about = json.loads((tmp_path / "config.json").read_text())
-        for changes, message in (
-            ({"gate": 1}, "has no gate: these settings were written by another version of"),
-            ({"embed_dim": 32}, "has changed since it was written"),
-        ):
-            (tmp_path / "config.json").write_text(json.dumps({**about, "config": {**about["config"], **changes}}))
-            with pytest.raises(ModelError, match=message):
-                load(tmp_path)
+        about["config"]["gate"] = 1
+        (tmp_path / "config.json").write_text(json.dumps(about))
+        with pytest.raises(ModelError, match="has no gate: these settings were written by another version of"):
+            load(tmp_path)
         with pytest.raises(TypeError, match="got Linear"):
             save(torch.nn.Linear(1, 1), tmp_path)
         with pytest.raises(NotADirectoryError, match=r"save writes a folder, not a file: .*config.json'"):

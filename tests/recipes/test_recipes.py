@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from sigattn.models.saving import build, load, save
+from sigattn.models.saving import build
 from sigattn.nn.guide import recommend
 from sigattn.recipes import RECIPES, find_recipe
 from sigattn.recipes.datasets import load_dataset
@@ -16,22 +16,18 @@ from sigattn.validation import SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")
 
-# rows of the practitioner's table (App. "Practitioner's Guide")
-GUIDE = ("vit-supervised", "vit-byol", "vit-simclr", "vit-mae", "asr-ls960", "asr-ls960-hybrid", "lm-1b-2k")
-GUIDE += ("lm-1b-2k-hybrid", "lm-1b-4k")
-
 # Table "practioners" of the paper, row by row: position, QK norm, LayerScale, bias, norm strategy
-PAPER = [
-    ("Vision", "Supervised", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
-    ("Vision", "BYOL", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
-    ("Vision", "SimCLR", "87M", "SinCos", "Yes", "Yes", "No", "Pre-Norm"),
-    ("Vision", "MAE", "304M", "Learnable", "Yes", "Yes", "Yes", "Pre-Norm"),
-    ("ASR", "Supervised (CTC)", "100M-250M", "S/C/A/R", "Yes", "Yes", "Yes", "Pre-Norm"),
-    ("ASR", "Supervised (CTC)", "100M-250M", "RoPE", "No", "Yes", "No", "Hybrid-Norm"),
-    ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "Yes", "Pre-Norm"),
-    ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
-    ("AR Language", "Next-token (>2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
-]
+PAPER = {
+    "vit-supervised": ("Vision", "Supervised", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
+    "vit-byol": ("Vision", "BYOL", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
+    "vit-simclr": ("Vision", "SimCLR", "87M", "SinCos", "Yes", "Yes", "No", "Pre-Norm"),
+    "vit-mae": ("Vision", "MAE", "304M", "Learnable", "Yes", "Yes", "Yes", "Pre-Norm"),
+    "asr-ls960": ("ASR", "Supervised (CTC)", "100M-250M", "S/C/A/R", "Yes", "Yes", "Yes", "Pre-Norm"),
+    "asr-ls960-hybrid": ("ASR", "Supervised (CTC)", "100M-250M", "RoPE", "No", "Yes", "No", "Hybrid-Norm"),
+    "lm-1b-2k": ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "Yes", "Pre-Norm"),
+    "lm-1b-2k-hybrid": ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
+    "lm-1b-4k": ("AR Language", "Next-token (>2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
+}
 
 
 def enumerated(config):
@@ -95,7 +91,7 @@ def test_recipe_is_documented_and_its_softmax_twin_differs_in_attention_only(rec
 
 
 @pytest.mark.parametrize("name", first_of_each(lambda tiny: repr((tiny.model, tiny.task))))
-def test_tiny_form_learns_and_is_saved_and_loaded(name, tmp_path, example):
+def test_tiny_form_learns(name, example):
     recipe, small = find_recipe(name), find_recipe(f"{name}-tiny")
     for what in ("position", "norm_placement", "qk_norm", "feed_forward", "norm", "activation", "attention_bias"):
         assert getattr(small.transformer, what, None) == getattr(recipe.transformer, what, None)
@@ -118,14 +114,6 @@ def test_tiny_form_learns_and_is_saved_and_loaded(name, tmp_path, example):
         small.task.after_step(module, 256)
     assert not [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
     assert loss() < first
-    backbone = small.task.backbone(module).eval()
-    save(backbone, tmp_path)
-    again = load(tmp_path)
-    inputs = small.model.example_inputs()
-    with torch.no_grad():
-        ours, theirs = backbone(*inputs), again(*inputs)
-    for a, b in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
-        assert torch.equal(a, b)
     assert small.task.metric in small.task.evaluate(module.eval(), [batch])
 
 
@@ -152,8 +140,8 @@ def test_compiled_loss_and_gradients_agree(name, example):
 
 def test_guide_equals_the_papers_table():
     assert find_recipe("vit-supervised").guide_row()["Model Size"] == "87M"
-    rows = [tuple(find_recipe(name).with_transformer(num_layers=1).guide_row().values()) for name in GUIDE]
-    for ours, paper in zip(rows, PAPER, strict=True):
+    for name, paper in PAPER.items():
+        ours = tuple(find_recipe(name).with_transformer(num_layers=1).guide_row().values())
         assert ours[:2] == paper[:2]
         assert paper[3] in (ours[3], "S/C/A/R")
         assert ours[4:] == paper[4:]
@@ -165,13 +153,10 @@ def test_guide_equals_the_papers_table():
     ("name", "arguments"),
     [
         *((f"vit-{objective}", ("vision", objective)) for objective in ("supervised", "byol", "simclr", "mae")),
-        ("asr-ls960", ("speech",)),
-        ("lm-1b-2k", ("language", None, 2048)),
-        ("lm-1b-4k", ("language", None, 2049)),
+        *(("asr-ls960", ("speech",)), ("lm-1b-2k", ("language", None, 2048)), ("lm-1b-4k", ("language", None, 2049))),
     ],
 )
 def test_recommend_names_the_recipes(name, arguments):
-    """The other columns: above, and tests/nn/test_guide.py."""
     advice, t = recommend(*arguments), find_recipe(name).transformer
     assert advice.recipe == name
     assert advice.attention_bias == (t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias)

@@ -12,11 +12,7 @@ def logits(*shape, size=4.0):
     return size * torch.randn(shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    "z",
-    [logits(50, 2), logits(50, 3), logits(50, 17), logits(50, 1000), logits(5, 9, size=1e3), torch.full((1, 2), 1e3)],
-    ids=lambda z: f"{tuple(z.shape)}",
-)
+@pytest.mark.parametrize("z", [logits(50, 1000), logits(5, 9, size=1e3), torch.full((1, 2), 1e3)])
 def test_bias_normalises_and_lies_within_its_bounds(z):
     b = bias.normalizing_bias(z)
     low, high = bias.bias_bounds(z.double())
@@ -35,9 +31,8 @@ def test_bias_bounds():
 
 @pytest.mark.parametrize(
     ("z", "message"),
-    [(torch.zeros(1), "at least 2"), (torch.zeros(3, 0), "at least 2"), (torch.tensor(1.0), "at least 2"),
-     (torch.tensor([0.0, math.nan]), "finite")],
-)  # fmt: skip
+    [(torch.zeros(1), "at least 2"), (torch.zeros(3, 0), "at least 2"), (torch.tensor([0.0, math.nan]), "finite")],
+)
 def test_logits_without_a_bias_are_refused(z, message):
     with pytest.raises(ValueError, match=message):
         bias.normalizing_bias(z)

@@ -29,29 +29,17 @@ def test_matrix_free_norm_agrees_with_the_full_matrix(activation, hybrid_norm):
         assert jacobian_norm_matrix_free(head, x, tolerance=1e-13) == pytest.approx(jacobian_norm(head, x), rel=1e-4)
 
 
-def test_norm_is_the_largest_finite_difference_ratio():
-    """Compared with finite differences: no small step grows by a larger factor, and one by almost the same."""
-    head, x = draw("sigmoid", 0)
-    norm = jacobian_norm(head, x)
-    jacobian = torch.func.jacrev(head)(x).reshape(-1, x.numel())
-    direction = torch.linalg.svd(jacobian).Vh[0].view_as(x)
-    step = 1e-6
-    assert ((head(x + step * direction) - head(x)).norm() / step).item() == pytest.approx(norm, rel=1e-4)
-
-
 @pytest.mark.parametrize("size", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize(
-    ("activation", "bound"), [("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)]
-)
-def test_norms_stay_below_their_bounds(activation, bound, size):
+def test_norms_stay_below_their_bounds(size):
     for seed in range(5):
-        head, x = draw(activation, seed, std=size)
-        assert jacobian_norm(head, x) <= bound(head, x)
+        for activation, bound in (("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)):
+            head, x = draw(activation, seed, std=size)
+            assert jacobian_norm(head, x) <= bound(head, x)
 
 
 def test_search_finds_no_violation_of_theorem_3_2():
-    drawn, climbed = regularity.search(trials=100, climbs=3)
-    assert (len(drawn), len(climbed)) == (100, 3 * 60)
+    drawn, climbed = regularity.search(trials=20, climbs=1)
+    assert (len(drawn), len(climbed)) == (20, 60)
     assert max(*drawn, *climbed) < 1 + 1e-9
     assert max(climbed) > 0.9  # the bound is nearly attained
 
@@ -71,15 +59,3 @@ def test_bound_needs_the_scale_in_its_matrix():
     unscaled = Head(head.query, head.key, head.value, scale=1.0)
     torch.testing.assert_close(head.a, unscaled.a / 2)
     torch.testing.assert_close(head.logits(x), x @ head.query @ (x @ head.key).mT / 2 - math.log(7))
-
-
-def test_tokens_of_the_figure_are_independent_of_the_weights(monkeypatch):
-    """Tokens and weights drawn from generators of one seed would be the same numbers."""
-    drawn = []
-    monkeypatch.setattr(regularity, "jacobian_norm_matrix_free", lambda *args, **_: drawn.append(args) or 1.0)
-    closed_form.norms_over_length((64,), trials=3)
-    assert len(drawn) == 3 * 4
-    for head, x in drawn:
-        for weights in (head.query, head.key, head.value):
-            for tokens in x.split(16):
-                assert torch.corrcoef(torch.stack([weights.flatten(), tokens.flatten()]))[0, 1].abs() < 0.3
