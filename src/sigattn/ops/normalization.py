@@ -33,8 +33,8 @@ def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], obj
     ``forward`` writes the output of a problem, and the sums of its rows, ``row_sums[..., 0]``.
     """
     forward(problem)
-    is_small = row_sums[..., 0] < SMALLEST_SUM
-    row_sums[..., 1] = 0
+    is_small = row_sums.select(-1, 0) < SMALLEST_SUM
+    row_sums.select(-1, 1).zero_()
     if not problem.key.shape[2] or not is_small.any():
         return
     largest = reference.largest_logits(problem, is_small.flatten(0, 1).any(0))
