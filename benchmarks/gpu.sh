@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that a GPU is asked, the most important first, in some eight minutes. Needs PyTorch, Triton, pytest and hypothesis;
+# All that a GPU is asked, the most important first, in some eight minutes. Needs PyTorch, Triton and pytest;
 # uses pytest-xdist if it is present. The library runs from src/; nothing is installed and no network is used.
 #
 #     bash benchmarks/gpu.sh OUT

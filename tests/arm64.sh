@@ -25,7 +25,7 @@ if ! [ -e "$folder/installed" ]; then
     for version in $(seq 5 36); do platforms+=(--platform "manylinux_2_${version}_aarch64"); done
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-warn-conflicts \
         --target "$site" --only-binary=:all: --python-version 3.11 --implementation cp "${platforms[@]}" \
-        $(grep -E "^(torch|numpy|llvmlite|rich|beartype|jaxtyping|hypothesis|pytest)==" constraints.txt)
+        $(grep -E "^(torch|numpy|llvmlite|rich|beartype|jaxtyping|pytest)==" constraints.txt)
     touch "$folder/installed"
 fi
 # "default": PyTorch's own kernels without SVE, whose vectors are longer here than on any processor

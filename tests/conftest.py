@@ -78,11 +78,6 @@ def _keep_imports_out_of_garbage_collections():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def unchecked():
     """Without checks of annotations: the compiler does not see through them."""
@@ -107,23 +102,6 @@ def without_llvmlite(monkeypatch):
     from sigattn.ops import llvm
 
     monkeypatch.setattr(llvm, "machine_unavailable", lambda: "it is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _reset_warnings():
-    """Forget the warnings given, so that each test gives its own."""
-    from sigattn.nn import stability
-
-    stability._warned.clear()
-
-
-@pytest.fixture(autouse=True)
-def _no_call_was_made_before():
-    """Launches that are kept in a process are kept in a test: others may change what they depend on."""
-    if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
-        launch_cache.clear()
-    if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:
-        tuning._taken.clear()
 
 
 def _speed_up(interpreter):
@@ -155,7 +133,16 @@ def _speed_up(interpreter):
 
 
 @pytest.fixture(autouse=True)
-def _fast_interpreter():
+def _fresh_state():
+    """Seed PyTorch's generator, and forget the warnings given and the launches kept before this test."""
+    from sigattn.nn import stability
+
+    torch.manual_seed(0)
+    stability._warned.clear()
+    if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
+        launch_cache.clear()
+    if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:
+        tuning._taken.clear()
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is not None and not hasattr(interpreter, "is_sped_up"):
         _speed_up(interpreter)

@@ -4,163 +4,115 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from sigattn import flash, set_sigmoid_precision
-from tests.ops.cases import COMPILER_NOISE, ON_CPU, SUPPORTING, device_of, fuzz, head_dims, path, ways, wide
+from tests.ops.cases import COMPILER_NOISE, ON_CPU, SUPPORTING, Draws, device_of, numbers, path, spread, ways
 from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
 
 
-@st.composite
-def packed_cases(draw, interpreted=False):
-    """Draw lengths and options of a packed call; few sequences and heads for interpreted kernels, which are slow."""
-    count = draw(st.integers(0, 2 if interpreted else 4))
-    length = st.sampled_from([0, 1, 2, 7, 16, 31, 32, 33, 50])
-    lengths_q = draw(st.lists(length, min_size=count, max_size=count))
-    same = draw(st.booleans())
-    lengths_k = lengths_q if same else draw(st.lists(length, min_size=count, max_size=count))
-    side = st.integers(-1, 40)
-    return {
-        "lengths": (lengths_q, lengths_k),
-        "heads": draw(st.sampled_from([(1, 1), (2, 2), (2, 1)] if interpreted else [(1, 1), (2, 2), (4, 2), (3, 1)])),
-        "d": draw(head_dims(1, 8, 16, 20)),
-        "dv": draw(head_dims(8, 13)),
-        "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
-        "causal": draw(st.booleans()),
-        "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
-        "slopes": draw(st.sampled_from([None, "head", "sample"])),
-        "bias": draw(st.sampled_from([None, -2.0, -150.0, "number", "sequence", "head", "both"])),
-        "scale": draw(st.sampled_from([None, 0.3])),
-        "softcap": draw(st.sampled_from([0.0, 0.7, 15.0])),
-        "mask": draw(st.sampled_from([None, None, "bool", "float", "-inf"])),
-        "mask of": draw(st.tuples(*[st.booleans()] * 4)),
-        "normalize": draw(st.booleans()),
-        "beyond": draw(st.sampled_from([0, 3])),
-        "seed": draw(st.integers(0, 1 << 30)),
-    }
+class Packed:
+    """A random call of packed sequences, whose keys may be in pages that several of them share."""
 
+    def __init__(self, number, backend):
+        r = Draws(number, backend)
+        torch.manual_seed(number)
+        count = r.randint(0, 2 if r.interpreted else 4)
+        lengths = [[r.some(0, 1, 2, 7, 16, 31, 32, 33, 50) for _ in range(count)] for _ in range(2)]
+        self.lengths = r.some(lengths, [lengths[0]] * 2)
+        self.starts = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in self.lengths]
+        self.longest = [max(n, default=0) for n in self.lengths]
+        self.heads = hq, hkv = r.some((1, 1), (2, 2), (2, 1), *([] if r.interpreted else [(4, 2), (3, 1)]))
+        self.dtype, self.beyond, page = r.dtype(), r.some(0, 3), r.some(None, None, 4, 7) if count else None
+        self.index = torch.arange(sum(self.lengths[1])).split(self.lengths[1])  # of the keys of each sequence
+        of_keys, self.table = (sum(self.lengths[1]) + self.beyond,), None
+        if page:
+            of_keys, self.table = (5, page), torch.randint(5, (count, -(-self.longest[1] // page) + 1))
+            self.table[:, -1] = -1  # unused
+            slots = (self.table[..., None] * page + torch.arange(page)).flatten(1)
+            self.index = [row[:m] for row, m in zip(slots, self.lengths[1], strict=True)]
+        d, dv = r.head_dim(1, 8, 16, 20), r.head_dim(8, 13)
+        wide = self.dtype if self.dtype is torch.float64 else torch.float32
+        self.bias = r.some(None, -2.0, -150.0, *(torch.randn(s, dtype=wide) for s in ((), count, (1, hq), (count, hq))))
+        self.leaves = {
+            "q": torch.randn(sum(self.lengths[0]) + self.beyond, hq, d, dtype=self.dtype),
+            "k": torch.randn(*of_keys, hkv, d, dtype=self.dtype),
+            "v": torch.randn(*of_keys, hkv, dv, dtype=self.dtype),
+            "sigmoid_bias": self.bias,
+            "alibi_slopes": r.some(None, *(torch.rand(s, dtype=wide) / 8 for s in (hq, (count, hq)))),
+            "attn_mask": r.mask(r.broadcastable(count, hq, *self.longest), wide),
+        }
+        if backend == "llvm" and self.leaves["attn_mask"] is not None:
+            self.leaves["attn_mask"] = self.leaves["attn_mask"] > 0
+        self.leaves = {name: t for name, t in self.leaves.items() if isinstance(t, torch.Tensor)}
+        self.floating = [t.requires_grad_() for t in self.leaves.values() if t.is_floating_point()]
+        self.options = {"causal": r.either(), "normalize": r.either()}
+        self.options["softcap"] = 0.0 if backend == "llvm" else r.some(0.0, 0.7, 15.0)
+        self.window, self.scale = r.some((-1, -1), (r.randint(-1, 40), r.randint(-1, 40))), r.some(None, 0.3)
 
-def leaves_of(case):
-    """Return the leaves of a call, and the cu_seqlens."""
-    g = torch.Generator().manual_seed(case["seed"])
-    (hq, hkv), dtype = case["heads"], case["dtype"]
-    count = len(case["lengths"][0])
-
-    def randn(*shape, dtype=dtype):
-        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-
-    total_q, total_k = (sum(n) + case["beyond"] for n in case["lengths"])
-    leaves = {
-        "q": randn(total_q, hq, case["d"]),
-        "k": randn(total_k, hkv, case["d"]),
-        "v": randn(total_k, hkv, case["dv"]),
-    }
-    other = dtype if dtype is torch.float64 else torch.float32
-    shapes = {"number": (), "sequence": (count,), "head": (1, hq), "both": (count, hq)}
-    if case["bias"] in shapes:
-        leaves["bias"] = randn(*shapes[case["bias"]], dtype=other)
-    if case["slopes"]:
-        shape = (hq,) if case["slopes"] == "head" else (count, hq)
-        leaves["slopes"] = (randn(*shape, dtype=other).detach().abs() / 8).requires_grad_()
-    if case["mask"]:
-        full = (count, hq, *(max(n, default=0) for n in case["lengths"]))
-        mask = randn(
-            *(size if own else 1 for size, own in zip(full, case["mask of"], strict=True)), dtype=other
-        ).detach()
-        if case["mask"] == "-inf":
-            mask = mask.masked_fill(mask < -0.5, -torch.inf)
-        leaves["mask"] = mask > -0.5 if case["mask"] == "bool" else mask.requires_grad_()
-    starts = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in case["lengths"]]
-    return leaves, starts
-
-
-def by_formula(case, leaves, starts, dtype):
-    """Compute each sequence separately."""
-    (hq, _), lengths, out = case["heads"], case["lengths"], []
-    count = len(lengths[0])
-    bias, slopes, mask = (leaves.get(name) for name in ("bias", "slopes", "mask"))
-    if bias is not None:
-        bias = (bias.to(dtype)[:, None] if case["bias"] == "sequence" else bias.to(dtype)).expand(count, hq)
-    slopes = None if slopes is None else slopes.expand(count, hq)
-    mask = None if mask is None else mask.expand(count, hq, *(max(n, default=0) for n in lengths))
-    options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
-    for s, (n, m) in enumerate(zip(*lengths, strict=True)):
-        rows, keys = (slice(int(t[s]), int(t[s + 1])) for t in starts)
-        options["mask"] = None if mask is None else mask[s, :, :n, :m]
-        b = case["bias"] if bias is None else bias[s]
-        qkv = leaves["q"][rows], leaves["k"][keys], leaves["v"][keys]
-        out.append(one_sequence(*qkv, dtype, b, None if slopes is None else slopes[s], **options))
-    out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
-    return torch.cat(out)
-
-
-def gradients(out, leaves):
-    leaves = {name: t for name, t in leaves.items() if t.is_floating_point()}
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(leaves["q"].dtype).to(out.dtype)
-    found = torch.autograd.grad(out, list(leaves.values()), grad.to(out.device), allow_unused=True)
-    return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), found, strict=True)}
-
-
-EVERY_SHAPE = {  # options of each sequence, which few random cases have
-    "lengths": ([7, 2, 16], [9, 2, 31]), "heads": (4, 2), "d": 8, "dv": 13, "dtype": torch.float64, "causal": True,
-    "window": (-1, -1), "slopes": "sample", "bias": "sequence", "scale": None, "softcap": 0.0, "mask": "float",
-    "mask of": (True, True, True, True), "normalize": False, "beyond": 3, "seed": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-@fuzz(40)
-@given(case=packed_cases())
-@example(case=EVERY_SHAPE)
-@example(case={**EVERY_SHAPE, "bias": "both", "slopes": "head", "mask": None, "normalize": True, "softcap": 15.0})
-def test_packed_sequences_match_the_formula(backend, case):
-    if backend == "llvm":
-        case |= {"dtype": torch.float32, "softcap": 0.0, "mask": "bool" if case["mask"] else None}
-    check_packed(backend, "as users meet it", case)
-
-
-@pytest.mark.parametrize("way", ways("triton"))
-@fuzz(10)
-@given(case=packed_cases(interpreted=not torch.cuda.is_available()))
-def test_packed_sequences_of_triton_match_the_formula(way, case):
-    check_packed("triton", way, case)
-
-
-def check_packed(backend, way, case):
-    """Compare output and gradients with the formula."""
-    if case["dtype"] is torch.float64:
-        case["dtype"] = wide(backend)
-    leaves, starts = leaves_of(case)
-    truth = by_formula(case, leaves, starts, torch.float64)
-    same = by_formula(case, leaves, starts, case["dtype"])
-    device = device_of(backend)
-    there = {name: t.to(device) for name, t in leaves.items()}
-    longest = [max(n, default=0) for n in case["lengths"]]
-    options = {name: case[name] for name in ("causal", "softcap", "normalize")}
-    with path(way):
-        out = flash.flash_attn_varlen_func(
-            there["q"], there["k"], there["v"], *(t.to(device) for t in starts), *longest, window_size=case["window"],
-            softmax_scale=case["scale"], alibi_slopes=there.get("slopes"), sigmoid_bias=there.get("bias", case["bias"]),
-            attn_mask=there.get("mask"), backend=backend, **options,
+    def run(self, backend):
+        device = device_of(backend)
+        q, k, v, *rest = (t.to(device) for t in self.leaves.values())
+        options = self.options | {"sigmoid_bias": self.bias} | dict(zip(list(self.leaves)[3:], rest, strict=True))
+        options["block_table"] = None if self.table is None else spread(self.table.to(device))
+        starts = [spread(t.to(device)) for t in self.starts]
+        return flash.flash_attn_varlen_func(
+            q, k, v, *starts, *self.longest, softmax_scale=self.scale, window_size=self.window, backend=backend,
+            **options,
         ).cpu()  # fmt: skip
-        ours = gradients(out, leaves)
+
+    def formula(self, dtype):
+        """Compute each sequence separately."""
+        count, (hq, _) = len(self.lengths[0]), self.heads
+        q, k, v = (self.leaves[name] for name in "qkv")
+        k, v = (t.flatten(0, -3) for t in (k, v))
+        bias, slopes, mask = (self.leaves.get(name) for name in ("sigmoid_bias", "alibi_slopes", "attn_mask"))
+        bias = bias if bias is None or bias.dim() != 1 else bias[:, None]
+        outs = []
+        for s, (rows, keys) in enumerate(zip(q.split([*self.lengths[0], self.beyond]), self.index, strict=False)):
+            of_sequence = {
+                "bias": self.bias if bias is None else bias.to(dtype).expand(count, hq)[s],
+                "slopes": None if slopes is None else slopes.expand(count, hq)[s],
+                "mask": None if mask is None else mask.expand(count, hq, *self.longest)[s, :, : len(rows), : len(keys)],
+            }
+            options = self.options | of_sequence | {"window": self.window, "scale": self.scale}
+            outs.append(one_sequence(rows, k[keys], v[keys], dtype, **options))
+        return torch.cat([*outs, q.new_zeros(self.beyond, hq, v.shape[-1], dtype=dtype)])
+
+    def gradients(self, out):
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(self.dtype).to(out.dtype)
+        found = torch.autograd.grad(out, self.floating, grad, allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(self.floating, found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(12 if b == "triton" else 36)]
+)
+def test_packed_sequences_match_the_formula(backend, number):
+    """Output and gradients; in each way of a backend in turn."""
+    call = Packed(number, backend)
+    truth, same = (call.formula(dtype) for dtype in (torch.float64, call.dtype))
+    with path(ways(backend)[number % len(ways(backend))]):
+        out = call.run(backend)
+        ours = call.gradients(out)
     size = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
-    logits = 150 if case["bias"] == -150 else 1  # with which their rounding errors scale
-    assert_as_good_as_formula(out, truth, same.to(out.dtype), 4 * size * logits, "output")
+    logits = 150 if isinstance(call.bias, float) and call.bias == -150 else 1  # with which their rounding errors scale
+    assert_as_good_as_formula(out, truth, same, 4 * size * logits, "output")
     if truth.requires_grad and truth.numel():
-        expected, in_dtype = gradients(truth, leaves), gradients(same, leaves)
-        for name, g in ours.items():
-            rows = max(*case["lengths"][0], *case["lengths"][1], 1)
-            largest = expected[name].abs().max().item() if g.numel() else 0.0
+        rows = max(*call.lengths[0], *call.lengths[1], 1)
+        for t, g, expected, in_dtype in zip(
+            call.floating, ours, call.gradients(truth), call.gradients(same), strict=True
+        ):
+            largest = expected.abs().max().item() if g.numel() else 0.0
             most = 4 * max(1.0, largest, rows**0.5) * (8 if g.dim() < 3 else 1)
-            most *= case["dv"] * logits if case["normalize"] else 1  # dS is a difference of sums over features of V
-            assert_as_good_as_formula(g, expected[name].double(), in_dtype[name], most, name, case["dtype"])
-    if case["beyond"]:
-        assert not out[-case["beyond"] :].any()
-        assert not any(ours[name][-case["beyond"] :].any() for name in "qkv")
+            # with normalize, dS is a difference of sums over the features of V
+            most *= call.leaves["v"].shape[-1] * logits if call.options["normalize"] else 1
+            assert_as_good_as_formula(g, expected.double(), in_dtype, most, str(tuple(t.shape)), call.dtype)
+    if call.beyond:
+        assert not out[-call.beyond :].any()
+        of_tokens = ours[: 3 if call.table is None else 1]
+        assert not any(g[-call.beyond :].any() for g in of_tokens)
 
 
 @pytest.mark.parametrize(("n", "m", "causal", "softcap"), [(5, 40, False, 0.0), (40, 5, True, 1.5)])
@@ -178,8 +130,9 @@ def test_dense_alignment(n, m, causal, softcap):
     options |= {"window": (7, 3), "bias": bias[0]}
     expected = torch.stack([one_sequence(*qkv, slopes=s, mask=each, **options) for *qkv, s, each in samples])
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-4)
-    for (name, g), e in zip(gradients(out, leaves).items(), gradients(expected, leaves).values(), strict=True):
-        torch.testing.assert_close(g, e, atol=1e-4, rtol=1e-4, msg=name)
+    grad = torch.randn_like(out)
+    ours, truth = (torch.autograd.grad(t, list(leaves.values()), grad.to(t)) for t in (out, expected))
+    torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_operands_give_the_same_result():
@@ -281,49 +234,3 @@ def test_order_of_arguments_is_that_of_flash_attn(name):
     parameters = inspect.signature(getattr(flash, name)).parameters
     assert list(parameters) == SIGNATURES[name] + OURS
     assert {p: parameters[p].default for p in FLASH_ATTN_2_8} == FLASH_ATTN_2_8
-
-
-Q = torch.randn(2, 5, 4, 8)
-P, S = torch.randn(10, 4, 8), torch.tensor([0, 5, 10])
-
-
-def dense(*args, **options):
-    return lambda: flash.flash_attn_func(*(args or (Q, Q, Q)), **options)
-
-
-def packed(*args, **options):
-    return lambda: flash.flash_attn_varlen_func(P, P, P, *args, **options)
-
-
-WRONG = {  # what the operators do not check for sigmoid_attention, or under another name
-    "probs": (dense(return_attn_probs=True), ValueError, "flash_attn_func: .*attention_statistics"),
-    "rank": (dense(P, P, P), ValueError, r"4 dimensions.*q \(10, 4, 8\)"),
-    "other layout": (
-        dense(Q, Q[:, :, :3], Q[:, :, :3]),
-        ValueError,
-        r"4 heads of q are not a multiple of the 3 of k.*as in PyTorch's .*, call sigattn.sigmoid_att",
-    ),
-    "not a tensor": (dense(None, Q, Q), TypeError, "q must be a tensor"),
-    "bias shape": (dense(sigmoid_bias=torch.zeros(3)), ValueError, r"\(B,\) = \(2,\)"),
-    "slopes": (dense(alibi_slopes=torch.ones(3)), ValueError, r"slopes must be \(Hq,\), \(B, Hq\); got q \(2, 5"),
-    "window": (dense(window_size=3), TypeError, "window_size must be a pair"),
-    "causal": (dense(causal="no"), TypeError, "causal must be True or False, got 'no'"),
-    "mask": (dense(attn_mask=torch.ones(5, 6) > 0), ValueError, r"func: attn_mask does not br.* = \(2, 4, 5, 5\)"),
-    "flash-attn 3's order": (dense(Q, Q, Q, 0.25, True), TypeError, "softmax_scale must be a number, got True"),
-    "its scale None": (dense(Q, Q, Q, None, True), TypeError, "dropout_p must be a number, got None"),
-    "qkv": (lambda: flash.flash_attn_qkvpacked_func(Q), ValueError, r"\(batch, length, 3, heads, head_dim\)"),
-    "starts dtype": (packed(S.float(), S, 5, 5), TypeError, "cu_seqlens_q must be a tensor of integers"),
-    "starts count": (packed(S[:2], S, 5, 5), ValueError, "as many sequences"),
-    "starts last": (packed(S, S * 2, 5, 10), ValueError, "end at most at 10"),
-    "starts fall": (packed(S[[0, 2, 1]], S, 10, 5), ValueError, "never descend"),
-    "longest": (packed(S, S, 4, 5), ValueError, r"flash_attn_varlen_func\): max_seqlen_q \(max_q\) is 4, but"),
-    "longest type": (packed(S, S, torch.tensor([5]), 5), TypeError, "max_seqlen_q must be an integer"),
-    "packed mask": (packed(S, S, 5, 5, attn_mask=torch.ones(3, 1, 5, 5)), ValueError, "func: attn_mask does not broad"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_error_messages(what):
-    call, error, message = WRONG[what]
-    with pytest.raises(error, match=f"(?s){message}"):
-        call()

@@ -1,160 +1,127 @@
-"""flash_attn_with_kvcache: every option against the formula in float64, the cache afterwards, and invalid input."""
+"""flash_attn_with_kvcache: every option against the formula in float64, and the cache afterwards."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.ops.problem import KVCacheProblem
-from tests.ops.cases import COMPILER_NOISE, ON_CPU, device_of, fuzz, head_dims
+from tests.ops.cases import COMPILER_NOISE, ON_CPU, Draws, device_of, numbers, spread
 from tests.ops.truth import assert_as_good_as_formula, one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@st.composite
-def cases(draw):
-    """Draw lengths, layout and options of a call."""
-    batch = draw(st.integers(1, 3))
-    new = draw(st.sampled_from([0, 0, 1, 1, 2, 5]))
-    page = draw(st.sampled_from([None, None, 1, 7, 16]))
-    held = draw(st.lists(st.sampled_from([0, 1, 3, 16, 33, 50]), min_size=batch, max_size=batch))
-    side = st.integers(-1, 40)
-    return {
-        "held": held,
-        "new": new,
-        "n": draw(st.sampled_from([1, 1, 1, 2, 5])),
-        "page": page,
-        "picked": page is None and draw(st.booleans()),
-        "leftpad": [draw(st.integers(0, h)) for h in held] if draw(st.booleans()) else None,
-        "heads": draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)])),
-        "d": draw(head_dims(2, 8, 20)),
-        "dv": draw(head_dims(8, 13)),
-        "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
-        "causal": draw(st.booleans()),
-        "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
-        "slopes": draw(st.sampled_from([None, "head", "sample"])),
-        "bias": draw(st.sampled_from([-3.0, 0.0, -150.0, "number", "sample", "head", "both", "query"])),
-        "scale": draw(st.sampled_from([None, 0.3])),
-        "softcap": draw(st.sampled_from([0.0, 0.0, 0.7, 15.0])),
-        "normalize": draw(st.booleans()),
-        "rotary": draw(st.sampled_from([None, "interleaved", "halves"])) if new else None,
-        "layout": draw(st.sampled_from(["length first", "heads first"])),
-        "splits": draw(st.sampled_from([0, 1, 3])),
-        "mask": draw(st.sampled_from([None, None, "bool", "float", "-inf"])),
-        "mask of": (*draw(st.tuples(*[st.booleans()] * 3)), draw(st.sampled_from([1, 5, 40, 70]))),
-        "seed": draw(st.integers(0, 1 << 30)),
-    }
-
-
 CAPACITY = 63
 
 
 class Call:
-    """Tensors of a case, and the expected result."""
+    """A random call, each option drawn independently, and its expected result."""
 
-    def __init__(self, case, device):
-        self.case, self.device = case, device
-        self.generator = torch.Generator().manual_seed(case["seed"])
-        (self.hq, hkv), batch, new = case["heads"], len(case["held"]), case["new"]
-        self.q = self.randn(batch, case["n"], self.hq, case["d"])
-        self.rows = [self.randn(batch, CAPACITY, hkv, e) for e in (case["d"], case["dv"])]  # all keys, all values
-        index = torch.tensor(case["held"])[:, None] + torch.arange(new)
-        self.new = [t[torch.arange(batch)[:, None], index] for t in self.rows] if new else [None, None]
-        self.page = case["page"] or CAPACITY
-        pages_of_each = -(-CAPACITY // self.page)
-        self.pages = batch * pages_of_each + 2 * bool(case["page"] or case["picked"])
-        self.table = torch.arange(batch)[:, None]
-        if case["page"] or case["picked"]:
-            self.table = torch.randperm(self.pages, generator=self.generator)[: batch * pages_of_each].view(batch, -1)
-        self.caches = [self.cache_of(t, case["held"], case["dtype"]) for t in self.rows]
-        shapes = {"number": (), "sample": (batch,), "head": (1, self.hq), "both": (batch, self.hq)}
-        shapes["query"] = (batch, 1, case["n"])
-        self.bias = self.biases = case["bias"]
-        if isinstance(self.bias, str):
-            self.bias = self.randn(*shapes[case["bias"]], dtype=torch.float32) - 1
-            of_all = self.bias.reshape(*self.bias.shape, *[1] * (3 - self.bias.dim()))
-            self.biases = of_all.expand(batch, self.hq, case["n"])
-        shape = {"head": (self.hq,), "sample": (batch, self.hq)}.get(case["slopes"])
-        self.slopes = self.randn(*shape, dtype=torch.float32).abs() / 8 if shape else None
-        angles = torch.rand(CAPACITY + 8, case["d"] // 2, generator=self.generator, dtype=torch.float64) * 6
-        self.tables = [t[:, : max(1, case["d"] // 4)].to(device, case["dtype"]) for t in (angles.cos(), angles.sin())]
-        self.mask = None
-        if case["mask"]:  # of the last keys, fewer or more than a sample has
-            *kept, keys = case["mask of"]
-            full = zip((batch, self.hq, case["n"]), kept, strict=True)
-            self.mask = self.randn(*(size if keep else 1 for size, keep in full), keys, dtype=torch.float32)
-            if case["mask"] == "-inf":
-                self.mask = self.mask.masked_fill(self.mask < -0.5, -torch.inf)
-            self.mask = self.mask > -0.5 if case["mask"] == "bool" else self.mask
-
-    def randn(self, *shape, dtype=None):
-        t = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        return t.to(dtype or self.case["dtype"]).to(self.device)
+    def __init__(self, number, backend):
+        r = Draws(number, backend)
+        torch.manual_seed(number)
+        self.backend, self.device, self.dtype = backend, device_of(backend), r.dtype()
+        self.batch, self.n, self.added = r.randint(1, 3), r.some(1, 1, 1, 2, 5), r.some(0, 0, 1, 1, 2, 5)
+        held = [r.some(0, 1, 3, 16, 33, 50) for _ in range(self.batch)]
+        self.held = r.some(held, [held[0]] * self.batch)  # samples of one length are computed together
+        self.padding = [r.randint(0, held) for held in self.held] if r.either() else None
+        (self.hq, hkv), d, dv = r.some((1, 1), (2, 2), (4, 2), (6, 1)), r.head_dim(2, 8, 20), r.head_dim(8, 13)
+        self.q = torch.randn(self.batch, self.n, self.hq, d, dtype=self.dtype)
+        self.rows = [torch.randn(self.batch, CAPACITY, hkv, e, dtype=self.dtype) for e in (d, dv)]  # keys, values
+        # the cache: of the samples in their order, of others, or of pages
+        self.kind, self.page, pages_of_each = r.some("samples", "picked", "pages"), CAPACITY, 1
+        if self.kind == "pages":
+            self.page = r.some(1, 7, 16)
+            pages_of_each = -(-CAPACITY // self.page)
+        self.heads_first, self.pages = r.either(), self.batch * pages_of_each + 2 * (self.kind != "samples")
+        self.table = torch.arange(self.batch)[:, None]
+        if self.kind != "samples":
+            self.table = torch.randperm(self.pages)[: self.batch * pages_of_each].view(self.batch, -1)
+        self.bias, self.slopes = r.some(-3.0, 0.0, -150.0), None
+        if r.either():
+            shapes = (), (self.batch,), (1, self.hq), (self.batch, self.hq), (self.batch, 1, self.n)
+            self.bias = torch.randn(r.choice(shapes)) - 1
+        if r.either():
+            self.slopes = torch.rand(r.some((self.hq,), (self.batch, self.hq))) / 8
+        # of the last keys, fewer or more than a sample has
+        shape = *r.broadcastable(self.batch, self.hq, self.n), r.some(1, 5, 40, 70)
+        self.mask = r.mask(shape, torch.float32)
+        self.rotary = r.some(None, "interleaved", "halves") if self.added else None
+        angles = torch.rand(CAPACITY + 8, max(1, d // 4)) * 6
+        self.tables = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        self.options = {"causal": r.either(), "normalize": r.either()}
+        self.options["softcap"] = 0.0 if backend == "llvm" else r.some(0.0, 0.0, 0.7, 15.0)
+        self.window, self.scale = r.some((-1, -1), (r.randint(-1, 40), r.randint(-1, 40))), r.some(None, 0.3)
+        self.splits = r.some(0, 1, 3)
 
     def cache_of(self, rows, lengths, dtype):
         """Return a cache with the first rows of each sample, and NaN in all other slots."""
-        cache = torch.full((self.pages, self.page, *rows.shape[2:]), torch.nan, dtype=dtype, device=self.device)
-        if self.case["layout"] == "heads first":
+        cache = torch.full((self.pages, self.page, *rows.shape[2:]), torch.nan, dtype=dtype)
+        if self.heads_first:
             cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
         for b, length in enumerate(lengths):
             j = torch.arange(length)
             cache[self.table[b, j // self.page], j % self.page] = rows[b, :length].to(dtype)
         return cache
 
-    def run(self, backend):
-        case, integers, where = self.case, {"dtype": torch.int32, "device": self.device}, {}
-        if case["page"]:
-            where["block_table"] = self.table.to(**integers)
-        elif case["picked"]:
-            where["cache_batch_idx"] = self.table[:, 0].to(**integers)
-        if case["leftpad"]:
-            where["cache_leftpad"] = torch.tensor(case["leftpad"], **integers)
-        if case["rotary"]:
-            where["rotary_cos"], where["rotary_sin"] = self.tables
-            where["rotary_interleaved"] = case["rotary"] == "interleaved"
-        where |= {name: case[name] for name in ("softcap", "causal", "normalize")}
-        return flash_attn_with_kvcache(
-            self.q, *self.caches, *self.new, cache_seqlens=torch.tensor(case["held"], **integers),
-            softmax_scale=case["scale"], window_size=case["window"], alibi_slopes=self.slopes,
-            num_splits=case["splits"], sigmoid_bias=self.bias, attn_mask=self.mask, backend=backend, **where,
+    def run(self):
+        """Return the output and the caches afterwards."""
+
+        def there(t, dtype=None):
+            return t if t is None or not isinstance(t, torch.Tensor) else t.to(self.device, dtype)
+
+        caches = [there(self.cache_of(t, self.held, self.dtype)) for t in self.rows]
+        index = torch.tensor(self.held)[:, None] + torch.arange(self.added)
+        new = [there(t[torch.arange(self.batch)[:, None], index]) for t in self.rows] if self.added else [None, None]
+        options = dict(self.options)
+        if self.kind == "pages":
+            options["block_table"] = spread(there(self.table, torch.int32))
+        elif self.kind == "picked":
+            options["cache_batch_idx"] = spread(there(self.table[:, 0], torch.int32))
+        if self.padding:
+            options["cache_leftpad"] = spread(there(torch.tensor(self.padding), torch.int32))
+        if self.rotary:
+            options |= dict(zip(("rotary_cos", "rotary_sin"), map(there, self.tables), strict=True))
+            options["rotary_interleaved"] = self.rotary == "interleaved"
+        out = flash_attn_with_kvcache(
+            there(self.q), *caches, *new, cache_seqlens=spread(there(torch.tensor(self.held), torch.int32)),
+            softmax_scale=self.scale, window_size=self.window, alibi_slopes=there(self.slopes),
+            num_splits=self.splits, sigmoid_bias=there(self.bias), attn_mask=there(self.mask), backend=self.backend,
+            **options,
         )  # fmt: skip
+        return out.cpu(), [cache.cpu() for cache in caches]
 
     def turn(self, x, positions, dtype):
-        """Rotate (n, H, D) one feature at a time, and round to the dtype of the case."""
+        """Rotate (n, H, D) one feature at a time, and round to the dtype of the call."""
         x, out = x.to(dtype), x.to(dtype).clone()
         cos, sin = (t.to(dtype)[positions, None] for t in self.tables)  # (n, 1, pairs)
         half = cos.shape[2]
         for i in range(half):
-            a, b = (2 * i, 2 * i + 1) if self.case["rotary"] == "interleaved" else (i, i + half)
+            a, b = (2 * i, 2 * i + 1) if self.rotary == "interleaved" else (i, i + half)
             out[..., a] = x[..., a] * cos[..., i] - x[..., b] * sin[..., i]
             out[..., b] = x[..., a] * sin[..., i] + x[..., b] * cos[..., i]
-        return out.to(self.case["dtype"]).to(dtype)
+        return out.to(self.dtype).to(dtype)
 
     def expected(self, dtype):
         """Return the output by the formula, and the caches afterwards, in a dtype."""
-        case, outs, rows = self.case, [], [t.to(dtype) for t in self.rows]
-        for b, held in enumerate(case["held"]):
-            total, first = held + case["new"], (case["leftpad"] or [0] * len(self.q))[b]
-            q, steps = self.q[b].to(dtype), torch.arange(case["n"])
-            if case["rotary"]:
+        outs, rows = [], [t.to(dtype) for t in self.rows]
+        biases = slopes = [None] * self.batch
+        if isinstance(self.bias, torch.Tensor):
+            biases = self.bias.reshape(*self.bias.shape, *[1] * (3 - self.bias.dim()))
+            biases = biases.expand(self.batch, self.hq, self.n)
+        if self.slopes is not None:
+            slopes = self.slopes.expand(self.batch, self.hq)
+        for b, held in enumerate(self.held):
+            total, first = held + self.added, self.padding[b] if self.padding else 0
+            q, steps = self.q[b].to(dtype), torch.arange(self.n)
+            if self.rotary:
                 rows[0][b, held:total] = self.turn(rows[0][b, held:total], torch.arange(held, total), dtype)
-                q = self.turn(q, held + steps * (case["causal"] or case["window"] != (-1, -1)), dtype)
-            slopes = None if self.slopes is None else self.slopes.expand(len(self.q), self.hq)[b]
-            options = {name: case[name] for name in ("causal", "window", "scale", "softcap", "normalize")}
-            options |= {"slopes": slopes, "mask": self.mask_of(b, total - first)}
-            bias = self.biases[b] if isinstance(self.biases, torch.Tensor) else self.biases
-            outs.append(one_sequence(q, *(t[b, first:total] for t in rows), dtype, bias, **options))
-        lengths = [held + case["new"] for held in case["held"]]
+                q = self.turn(q, held + steps * (self.options["causal"] or self.window != (-1, -1)), dtype)
+            options = {"slopes": slopes[b], "mask": self.mask_of(b, total - first), "window": self.window}
+            bias = self.bias if biases[b] is None else biases[b]
+            keys, values = (t[b, first:total] for t in rows)
+            outs.append(one_sequence(q, keys, values, dtype, bias, scale=self.scale, **options, **self.options))
+        lengths = [held + self.added for held in self.held]
         return torch.stack(outs), [self.cache_of(t, lengths, dtype) for t in rows]
 
     def mask_of(self, b, keys):
@@ -162,52 +129,24 @@ class Call:
         if self.mask is None:
             return None
         mask = self.mask[b if len(self.mask) > 1 else 0]  # (Hq or 1, N or 1, K)
-        visible = mask.dtype is torch.bool
-        return torch.nn.functional.pad(mask, (keys - mask.shape[2], 0), value=visible)
+        return torch.nn.functional.pad(mask, (keys - mask.shape[2], 0), value=mask.dtype is torch.bool)
 
 
-EVERY_SHAPE = {  # options of each sample, which few random cases have
-    "held": [3, 33, 0], "new": 2, "n": 2, "page": 7, "picked": False, "leftpad": [1, 5, 0], "heads": (4, 2), "d": 8,
-    "dv": 13, "dtype": torch.float64, "causal": True, "window": (-1, -1), "slopes": "sample", "bias": "sample",
-    "scale": None, "softcap": 0.0, "normalize": False, "rotary": "halves", "layout": "length first", "splits": 0,
-    "mask": "float", "mask of": (True, True, True, 5), "seed": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-@fuzz(50)
-@given(case=cases())
-@example(case=EVERY_SHAPE)
-@example(case={**EVERY_SHAPE, "bias": "both", "leftpad": None, "page": None, "picked": True, "mask": None})
-@example(case={**EVERY_SHAPE, "bias": "query", "rotary": "interleaved", "normalize": True, "slopes": "head"})
-def test_every_option(backend, case):
-    if backend == "llvm":
-        case |= {"dtype": torch.float32, "softcap": 0.0}
-    check(backend, case)
-
-
-@fuzz(25)
-@given(case=cases())
-def test_every_option_of_triton(case):
-    case["dtype"] = torch.float32 if case["dtype"] is torch.float64 else case["dtype"]
-    check("triton", case)
-
-
-def check(backend, case):
-    """Compare the output and the caches afterwards with the formula."""
-    call = Call(case, device_of(backend))
-    out = call.run(backend)
-    truth, caches = Call(case, "cpu").expected(torch.float64)
-    rough, _ = Call(case, "cpu").expected(case["dtype"])
-    keys = max(case["held"]) + case["new"] + 1
-    magnitude = keys * 8 * (1 + max(1.0, truth.abs().max().item()))
-    if case["dtype"] in (torch.bfloat16, torch.float16):
+@pytest.mark.parametrize(
+    ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(25 if b == "triton" else 50)]
+)
+def test_every_option(backend, number):
+    """Output, and the caches afterwards."""
+    call = Call(number, backend)
+    out, ours = call.run()
+    (truth, caches), (rough, _) = call.expected(torch.float64), call.expected(call.dtype)
+    magnitude = (max(call.held) + call.added + 1) * 8 * (1 + max(1.0, truth.abs().max().item()))
+    if call.dtype in (torch.bfloat16, torch.float16):
         magnitude /= 8
-    assert_as_good_as_formula(out.cpu(), truth, rough.to(case["dtype"]), magnitude)
-    for ours, theirs in zip(call.caches, caches, strict=True):
-        torch.testing.assert_close(
-            ours.cpu().double(), theirs.double(), rtol=torch.finfo(case["dtype"]).eps * 2, atol=1e-6, equal_nan=True
-        )
+    assert_as_good_as_formula(out, truth, rough.to(call.dtype), magnitude)
+    rtol = torch.finfo(call.dtype).eps * 2
+    for mine, theirs in zip(ours, caches, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -304,58 +243,3 @@ def test_opcheck():
     new = torch.randn(2, 2, 1, 2, 8)
     args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)
     torch.library.opcheck(torch.ops.sigattn.append_to_cache.default, args)
-
-
-class TestBadInput:
-    def call(self, **changes):
-        """Make a valid call with some arguments changed, and assert that an invalid one leaves the cache unchanged."""
-        torch.manual_seed(0)
-        shapes = {"q": (2, 1, 4, 8), "k": (2, 1, 2, 8), "v": (2, 1, 2, 8)}
-        shapes |= {"k_cache": (2, 16, 2, 8), "v_cache": (2, 16, 2, 8)}
-        made = {name: torch.randn(shape) for name, shape in shapes.items()}
-        made |= {"cache_seqlens": torch.tensor([3, 5]), "causal": True, "sigmoid_bias": -2.0, **changes}
-        before = [made[n].clone() for n in ("k_cache", "v_cache")]
-        try:
-            return flash_attn_with_kvcache(**made)
-        finally:
-            changed = any(not torch.equal(made[n], b) for n, b in zip(("k_cache", "v_cache"), before, strict=True))
-            assert changed == (changes == {})
-
-    def test_valid_call(self):
-        assert self.call().shape == (2, 1, 4, 8)
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"cache_seqlens": torch.tensor([3, 16])}, r"a cache of 16 keys for each sample cannot hold .* \[4, 17\]"),
-            ({"cache_seqlens": None}, "new keys and values need cache_seqlens"),
-            ({"cache_seqlens": torch.tensor([3.0, 5.0])}, "flash_attn_with_kvcache: "),
-            ({"cache_leftpad": torch.tensor([0, 9])}, r"cache_leftpad must lie in 0 … length; got \[0, 9\]"),
-            ({"cache_batch_idx": torch.tensor([0, 2])}, r"names pages \[2\], but the cache has pages 0 … 1"),
-            ({"block_table": torch.tensor([[0], [-1]])}, r"names pages \[-1\]"),
-            ({"block_table": torch.tensor([0, 1])}, r"block_table must be \(B, pages of each sample\)"),
-            ({"block_table": torch.tensor([[0], [1]]), "cache_batch_idx": torch.tensor([0, 1])}, "exclude each other"),
-            ({"q": torch.zeros(3, 1, 4, 8), "k": None, "v": None}, "the cache must have q's batch size"),
-            ({"k": None}, "k and v must both be given"),
-            ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
-            ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same length"),
-            ({"return_softmax_lse": True}, "no log-sum-exp"),
-            ({"rotary_cos": torch.ones(20, 4)}, "rotary_cos and rotary_sin must be floating-point tensors"),
-            ({"rotary_cos": torch.ones(5, 4), "rotary_sin": torch.ones(5, 4)}, r"does not contain .* \d … 5;"),
-            ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_dim at most head_dim"),
-            ({"sigmoid_bias": torch.ones(2, 4, 3)}, r"\(B or 1, Hq or 1, N or 1\) = \(2 or 1, 4 or 1, 1 or 1\)"),
-            ({"sigmoid_bias": None}, "-log of the current length would change as the cache grows"),
-            ({"attn_mask": torch.ones(3, 5) > 0}, "attn_mask does not broadcast"),
-            ({"q": torch.zeros(2, 1, 4, 8, requires_grad=True)}, "has no gradient"),
-            ({"attn_mask": torch.ones(1, 5, requires_grad=True)}, "has no gradient"),
-        ],
-    )
-    def test_invalid_calls_are_explained(self, changes, message):
-        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-            self.call(**changes)
-
-    def test_unsupported_backend(self, monkeypatch):
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        if not torch.cuda.is_available():
-            with pytest.raises(ValueError, match="backend 'triton' does not support"):
-                self.call(backend="triton", k=None, v=None)

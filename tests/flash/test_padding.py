@@ -53,22 +53,3 @@ def test_attention_of_packed_and_padded_batches_agrees():
 def test_no_sequence():
     packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(0, 5, 3), torch.zeros(0, 5, dtype=torch.bool))
     assert (packed.shape, indices.shape, cu_seqlens.tolist(), longest, used.shape) == ((0, 3), (0,), [0], 0, (0,))
-
-
-X = torch.randn(2, 3, 4)
-BEYOND = r"0 … 7, for 8 batch \* seqlen positions, got 0 … 8"
-WRONG = {
-    "floating mask": (lambda: unpad_input(X, torch.ones(2, 3)), TypeError, "attention_mask must be bool or integers"),
-    "mask shape": (lambda: unpad_input(X, torch.ones(2, 4) > 0), ValueError, r"must be \(B, L\) = \(2, 3\)"),
-    "no tensor": (lambda: unpad_input(None, X > 0), TypeError, "hidden_states must be a tensor"),
-    "number": (lambda: pad_input(X, torch.tensor([0]), 2, 3), ValueError, r"must be \(total,\) = \(2,\)"),
-    "beyond": (lambda: pad_input(X, torch.tensor([0, 8]), 1, 8), ValueError, BEYOND),
-    "bool indices": (lambda: index_first_axis(X, torch.tensor([True])), TypeError, "indices must be"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_error_messages(what):
-    call, error, message = WRONG[what]
-    with pytest.raises(error, match=message):
-        call()

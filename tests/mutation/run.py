@@ -32,7 +32,7 @@ SELECTED = "not triton and not hopper and not real_tiles and not kernels and not
 # Tests by a file's name, with its folder's where the name alone is ambiguous, or by its folder's; in ``tests/ops``
 # unless a folder is given; the most likely to fail first. All tests would take minutes for each survivor.
 LIKELY = {
-    "attention": "test_correctness test_bad_input test_scalars test_borders test_pytorch",
+    "attention": "test_correctness test_wrong_calls test_scalars test_borders test_pytorch",
     "autograd": "test_autograd test_pytorch test_onnx",
     "block_mask": "test_block_mask",
     "blocked": "test_correctness test_masked_weights test_borders",
@@ -42,23 +42,23 @@ LIKELY = {
     "dropout": "test_dropout",
     "conversion/fit": "tests/conversion/test_fit.py",
     "gradients": "test_correctness test_autograd",
-    "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
+    "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py test_wrong_calls",
     "llvm": "test_llvm test_dropout test_llvm_requirements test_llvm_compilation",
     "mask": "test_mask test_correctness",
     "normalization": "test_normalization tests/distributed/test_context_parallel.py",
-    "nested": "test_nested",
+    "nested": "test_nested test_wrong_calls",
     "sharding": "tests/distributed/test_context_parallel.py",
-    "packed": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/test_flash.py tests/flash",
+    "packed": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/test_flash.py",
     "problem": "test_problem test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights test_borders test_dropout test_statistics",
-    "scalars": "test_scalars test_bad_input",
+    "scalars": "test_scalars test_wrong_calls",
     "settings": "test_backends test_default_device test_backend_context test_pytorch",
     "statistics": "test_statistics",
     "transformers/mask": "tests/integrations/test_transformers.py",
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
-    "validation": "test_bad_input test_scalars test_correctness",
-    "varlen": "test_varlen_and_kvcache tests/test_flash.py tests/flash test_autograd test_pytorch",
+    "validation": "test_wrong_calls test_scalars test_correctness",
+    "varlen": "test_varlen_and_kvcache tests/test_flash.py test_wrong_calls test_autograd test_pytorch",
 }
 
 

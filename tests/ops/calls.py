@@ -39,18 +39,13 @@ class Call:
             if "deterministic" in self.options:
                 torch.use_deterministic_algorithms(True)
                 stack.callback(torch.use_deterministic_algorithms, False)
-            if "fast" in self.options:
+            if "fast" in self.options and self.kind == "dense":  # the others have an argument
                 stack.callback(sigattn.set_sigmoid_precision, sigattn.get_sigmoid_precision())
                 sigattn.set_sigmoid_precision("fast")
             return {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
 
     def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
-        """Return random (B, H, N, D) with the memory order of projections, (B, N, H, D)."""
         return torch.zeros(2, n, heads, width, dtype=self.dtype)
-
-
-def _mask(call: Call, *shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=call.dtype)
 
 
 # Arguments of sigmoid_attention by the name of an option; floating-point tensors among them require a gradient.
@@ -59,11 +54,11 @@ DENSE: dict[str, Callable[[Call], dict[str, Any]]] = {
     "window": lambda c: {"window": (7, 5)},
     "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
     "bool mask of keys": lambda c: {"attn_mask": torch.ones(2, 1, 1, KEYS, dtype=torch.bool)},
-    "mask": lambda c: {"attn_mask": _mask(c, c.n, KEYS).detach(), "constant": True},
-    "mask with gradient": lambda c: {"attn_mask": _mask(c, 2, HEADS, c.n, KEYS)},
-    "broadcast mask with gradient": lambda c: {"attn_mask": _mask(c, c.n, KEYS)},
-    "mask of keys with gradient": lambda c: {"attn_mask": _mask(c, 2, 1, 1, KEYS)},
-    "mask of queries with gradient": lambda c: {"attn_mask": _mask(c, c.n, 1)},
+    "mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS, dtype=c.dtype), "constant": True},
+    "mask with gradient": lambda c: {"attn_mask": torch.zeros(2, HEADS, c.n, KEYS, dtype=c.dtype)},
+    "broadcast mask with gradient": lambda c: {"attn_mask": torch.zeros(c.n, KEYS, dtype=c.dtype)},
+    "mask of keys with gradient": lambda c: {"attn_mask": torch.zeros(2, 1, 1, KEYS, dtype=c.dtype)},
+    "mask of queries with gradient": lambda c: {"attn_mask": torch.zeros(c.n, 1, dtype=c.dtype)},
     "float32 mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS), "constant": True},
     "float32 mask with gradient": lambda c: {"attn_mask": torch.zeros(HEADS, c.n, KEYS)},
     "float32 broadcast mask with gradient": lambda c: {"attn_mask": torch.zeros(c.n, KEYS)},
@@ -116,7 +111,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.25},
     "bias": {"sigmoid_bias": -1.5},
     "deterministic": {"deterministic": True},
-    "fast": {},
+    "fast": {"sigmoid_precision": "fast"},
     "bool mask": {"attn_mask": torch.ones(3, 1, KEYS, KEYS, dtype=torch.bool)},
     "float32 mask": {"attn_mask": torch.zeros(3, 1, KEYS, KEYS)},
 }
@@ -148,7 +143,7 @@ CACHED: dict[str, Callable[[Call], dict[str, Any]]] = {
     "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
     "float32 mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS)},
     "GQA": lambda c: {},
-    "fast": lambda c: {},
+    "fast": lambda c: {"sigmoid_precision": "fast"},
 }
 
 

@@ -1,7 +1,6 @@
 """Random calls of the operator, over all of its options."""
 
 import contextlib
-import itertools
 import os
 import random
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 from sigattn.ops import llvm
 from sigattn.ops.attention import BACKENDS
@@ -39,17 +36,6 @@ ON_CPU = tuple(b for b in BACKENDS if b != "triton" and (HAS_LLVM or b != "llvm"
 LARGE_HEADS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 192, 256)  # which no interpreter computes in good time
 
 
-def fuzz(examples):
-    """Return settings of Hypothesis: the same cases in every run, unless SIGATTN_FUZZ_EXAMPLES asks for more."""
-    asked = os.environ.get("SIGATTN_FUZZ_EXAMPLES")
-    return settings(
-        max_examples=int(asked or examples),
-        deadline=None,
-        derandomize=asked is None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 def device_of(backend):
     """Return the device on which a backend is tested: the GPU for GPU backends, if there is one."""
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
@@ -63,6 +49,13 @@ def wide(backend):
 def negated(t):
     """Return a tensor whose memory holds the negative, as ``x.conj().imag`` does."""
     return torch._neg_view(-t)
+
+
+def spread(integers):
+    """Return integers of an even sum as they are, others in another order in memory, or with gaps."""
+    if integers.sum() % 2 == 0:
+        return integers
+    return integers.mT.contiguous().mT if integers.dim() == 2 else torch.stack([integers, -integers], -1)[..., 0]
 
 
 @dataclass
@@ -115,7 +108,7 @@ class Case:
                 name: t.is_floating_point() and self.seed >> i & 1 for i, (name, t) in enumerate(given.items())
             }
             given = {name: negated(t) if is_negated[name] else t for name, t in given.items()}
-        lengths = torch.randint(0, m + 1, (batch,), generator=g).to(device) if self.lengths else None
+        lengths = spread(torch.randint(0, m + 1, (batch,), generator=g).to(device)) if self.lengths else None
         return given, lengths
 
     def _slopes_shape(self):
@@ -147,60 +140,92 @@ class Case:
         return formula_options(self.options(given, lengths))
 
 
-def head_dims(*small):
-    """Return head dims for random calls of kernels, up to 256 on a GPU, where no interpreter is slow."""
-    return st.sampled_from((*small, *(LARGE_HEADS if torch.cuda.is_available() else ())))
-
-
 def numbers(examples):
     """Return the numbers of the random calls of a test; SIGATTN_FUZZ_EXAMPLES asks for more."""
     return range(int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", examples)))
 
 
+class Draws(random.Random):
+    """Random options, each drawn independently of the others; few and small ones for interpreted kernels."""
+
+    def __init__(self, number, backend=None):
+        super().__init__(number)
+        self.backend, self.on_gpu = backend, torch.cuda.is_available()
+        self.interpreted = backend == "triton" and not self.on_gpu
+
+    def some(self, *choices):
+        """Return one of the choices."""
+        return self.choice(choices)
+
+    def either(self):
+        """Return True or False."""
+        return self.random() < 0.5
+
+    def dtype(self):
+        """Return a dtype that the backend supports."""
+        if self.backend == "llvm":
+            return self.some(torch.float32, torch.bfloat16)
+        return self.some(wide(self.backend), torch.float32, torch.bfloat16, torch.float16)
+
+    def head_dim(self, *small):
+        """Return a head dim, up to 256 on a GPU, where no interpreter is slow."""
+        return self.choice(LARGE_HEADS if self.on_gpu and self.either() else small)
+
+    def broadcastable(self, *shape):
+        """Return a shape that broadcasts to this one with as many dimensions."""
+        return tuple(size if self.either() else 1 for size in shape)
+
+    def mask(self, shape, dtype):
+        """Return no mask, a bool mask or one that is added, without or with -inf."""
+        kind = self.some(None, None, "bool", "float", "-inf")
+        if kind is None:
+            return None
+        mask = torch.randn(shape, dtype=dtype)
+        if kind == "-inf":
+            mask = mask.masked_fill(mask < -0.5, -torch.inf)
+        return mask > -0.5 if kind == "bool" else mask
+
+
 def random_case(number, interpreted=False):
     """Draw a call; few heads for interpreted kernels, whose time is that of the heads. Few calls have nothing to do."""
-    r = random.Random(number)
-    on_gpu = torch.cuda.is_available()
-
-    def some(*choices):
-        return r.choice(choices)
+    r = Draws(number)
 
     def broadcastable(*shape):  # possibly without leading dimensions
-        shape = [size if some(True, False) else 1 for size in shape]
-        while len(shape) > 1 and shape[0] == 1 and some(True, False):
+        shape = r.broadcastable(*shape)
+        while len(shape) > 1 and shape[0] == 1 and r.either():
             shape = shape[1:]
-        return tuple(shape)
+        return shape
 
     def length():
-        return (
-            some(0, 1, 130, 257, 333) if on_gpu and some(True, False) else 0 if r.random() < 0.03 else r.randint(1, 37)
-        )
+        if r.on_gpu and r.either():
+            return r.some(0, 1, 130, 257, 333)
+        return 0 if r.random() < 0.03 else r.randint(1, 37)
 
     def side():  # short ones have borders inside of most tiles
-        return some(-1, r.randint(0, 8), r.randint(0, 40))
+        return r.some(-1, r.randint(0, 8), r.randint(0, 40))
 
-    heads = [(1, 1), (2, 1), (1, 3), (1, 2), (2, 2)] if interpreted else itertools.product((1, 2, 3), repeat=2)
-    (kv, rep), batch = some(*heads), 0 if r.random() < 0.03 else some(1, 1, 2) if interpreted else some(1, 2, 3)
-    n, m, normalize = length(), length(), some(True, False)
-    d, other = (some(*LARGE_HEADS) if on_gpu and some(True, False) else some(4, 8, r.randint(1, 24)) for _ in range(2))
-    number = r.uniform(-300, 300) if normalize else r.uniform(-8, 2)  # where plain weights are not all 0 or 1
-    mask = some("bool", "float", "-inf"), broadcastable(batch, kv * rep, n, m)
+    kv, rep = r.some((1, 1), (2, 1), (1, 3), (1, 2), (2, 2)) if interpreted else (r.randint(1, 3), r.randint(1, 3))
+    batch = 0 if r.random() < 0.03 else r.some(1, 1, 2) if interpreted else r.randint(1, 3)
+    n, m, normalize = length(), length(), r.either()
+    d, other = (r.head_dim(4, 8, r.randint(1, 24)) for _ in range(2))
+    bias = r.uniform(-300, 300) if normalize else r.uniform(-8, 2)  # where plain weights are not all 0 or 1
+    mask = r.some("bool", "float", "-inf"), broadcastable(batch, kv * rep, n, m)
     return Case(
-        shape=(batch, kv, rep, n, m, d, some(d, other)),
-        dtype=some(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        causal=some(True, False, False),
-        scale=some(None, r.uniform(0.05, 1.5)),
-        window=some(None, (side(), side())),
-        bias=some(None, number, broadcastable(batch, kv * rep, n, 1)),
-        mask=some(None, mask),
-        slopes=some(None, None, None, "head", "sample", "sides", "all"),
-        lengths=some(True, False, False),
-        layout=some("contiguous", "length first", "strided", "expanded", "negated"),
+        shape=(batch, kv, rep, n, m, d, r.some(d, other)),
+        dtype=r.dtype(),
+        causal=r.some(True, False, False),
+        scale=r.some(None, r.uniform(0.05, 1.5)),
+        window=r.some(None, (side(), side())),
+        bias=r.some(None, bias, broadcastable(batch, kv * rep, n, 1)),
+        mask=r.some(None, mask),
+        slopes=r.some(None, None, None, "head", "sample", "sides", "all"),
+        lengths=r.some(True, False, False),
+        layout=r.some("contiguous", "length first", "strided", "expanded", "negated"),
         seed=r.randrange(1 << 30),
-        softcap=some(0.0, r.uniform(0.3, 50)),
+        softcap=r.some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,
-        offset=some(0, r.randint(-40, 40)),
-        frozen=tuple(r.sample(("query", "key", "value", "bias", "attn_mask", "alibi_slopes"), some(0, 0, 1, 2))),
+        offset=r.some(0, r.randint(-40, 40)),
+        frozen=tuple(r.sample(("query", "key", "value", "bias", "attn_mask", "alibi_slopes"), r.some(0, 0, 1, 2))),
     )
 
 

@@ -16,6 +16,7 @@ from tests.ops.cases import COMPILER_NOISE
 pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
 CAPPED = {"softcap": 2.0}  # "llvm" does not support it: a call that it serves fails
 REFUSED = "backend 'llvm' does not support this call"
+IS_OLD = torch.__version__ < "2.13"  # whose non-strict export refuses dynamic lengths of grouped heads, by a guard
 
 
 def operands(b=2, n=5, m=7, heads=2):
@@ -46,12 +47,9 @@ def test_calls_within_the_context_and_after_it():
             sigmoid_kvcache_attention(torch.randn(1, 1, 2, 8), *cache, bias=-2.0, softcap=2.0)
     with pytest.raises(KeyError), sigattn.backend("llvm"):
         raise KeyError
-    sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
-
-
-def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown backend 'math'"), sigattn.backend("math"):
         pass
+    sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
 
 
 def in_a_thread(function):
@@ -60,16 +58,12 @@ def in_a_thread(function):
     thread.join()
 
 
-def test_other_threads_are_not_affected():
-    results = []
+def test_threads():
+    """Other threads are not affected; threads may leave in another order than they entered."""
+    first, second, results = contextlib.ExitStack(), contextlib.ExitStack(), []
     with sigattn.backend("llvm"):
         in_a_thread(lambda: results.append(sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)))
     assert len(results) == 1
-
-
-def test_threads_that_leave_in_another_order_than_they_entered():
-    """A compiled function then sees no backend of a context that was left."""
-    first, second = (contextlib.ExitStack() for _ in range(2))
     compiled = torch.compile(lambda *args: sigmoid_attention(*args, **CAPPED), backend="eager")
     args = operands(heads=4)
     first.enter_context(sigattn.backend("llvm"))
@@ -83,11 +77,7 @@ def ops_of(graph):
     return [node.target for node in graph.nodes if "sigattn" in str(node.target)]
 
 
-OLD = torch.__version__ < "2.13"  # whose non-strict export refuses dynamic lengths of grouped heads, by a guard
-
-
-@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.skipif(OLD, reason="needs 2.13")), True])
-def test_programs_of_pytorchs_operators_alone(strict):
+def test_programs_of_pytorchs_operators_alone():
     """Exported with "reference", a program has none of our ops, and is right at other sizes."""
 
     def arguments(b, n, m):
@@ -96,7 +86,7 @@ def test_programs_of_pytorchs_operators_alone(strict):
     b, n, m = Dim("b"), Dim("n"), Dim("m")
     shapes = ({0: b, 2: n}, {0: b, 2: m}, {0: b, 2: m}, {0: b}, {0: b, 2: n, 3: m})
     with sigattn.backend("reference"):
-        program = torch.export.export(Model(), arguments(3, 11, 7), dynamic_shapes=shapes, strict=strict)
+        program = torch.export.export(Model(), arguments(3, 11, 7), dynamic_shapes=shapes, strict=IS_OLD)
     assert not ops_of(program.graph)
     args = arguments(5, 29, 13)
     doubles = (t.double() if t.is_floating_point() else t for t in args)

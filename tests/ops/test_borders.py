@@ -1,12 +1,13 @@
-"""Edge cases that small random problems rarely hit: borders of windows and blocks, and limits of 16 bits."""
+"""Edge cases that small random problems rarely hit: borders of windows, limits of 16 bits, sizes of 0, NaN."""
 
+import math
 import sys
 
 import pytest
 import torch
 
 from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import SUPPORTING, device_of, path, ways
+from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, path, ways
 from tests.ops.truth import formula
 
 
@@ -69,3 +70,46 @@ def test_a_scale_of_zero(request, dtype, bias):
     cached = (t.transpose(1, 2) for t in (q[:, :, :1], k, v))
     out = sigmoid_kvcache_attention(*cached, bias=bias, scale=0.0).transpose(1, 2)
     torch.testing.assert_close(out.double(), expected[:, :, :1], rtol=0.03, atol=0.03)
+
+
+def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7):
+    return [torch.randn(shape) for shape in ((b, hq, n, d), (b, hkv, m, d), (b, hkv, m, dv))]
+
+
+@pytest.mark.parametrize("backend", [*SUPPORTING, None])
+def test_sizes_of_0(backend):
+    for shape in ((0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6)):
+        q, k, v = (t.requires_grad_() for t in operands(*shape))
+        out = sigmoid_attention(q, k, v, backend=backend)
+        assert out.shape == (shape[0], shape[1], shape[3], 7)
+        for g, t in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
+            assert g.shape == t.shape
+        assert shape[4] or not out.any()
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize(("d", "dv"), [(0, 7), (4, 0), (0, 0)])
+def test_heads_without_features(backend, d, dv):
+    """Without those of queries and keys every logit is the bias; without those of values there is no gradient."""
+    q, k, v = (t.requires_grad_() for t in operands(hkv=2, d=d, dv=dv))
+    out = sigmoid_attention(q, k, v, bias=0.0, enable_gqa=True, backend=backend)
+    expected = 0.5 * v.sum(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    assert [(g.shape, bool(g.any())) for g in found[:2]] == [(q.shape, False), (k.shape, False)]
+    torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
+
+
+@pytest.mark.parametrize("backend", COMPLETE)
+def test_a_scale_of_zero_times_nan_and_logits_that_overflow(backend):
+    for n in (5, 40):
+        q, k, v = torch.randn(3, 2, 2, n, 16).unbind()
+        q[0, 0, 2, 0] = math.nan
+        out = sigmoid_attention(q, k, v, scale=0.0, backend=backend)  # 0 · NaN is NaN
+        assert (out[0, 0, 2].isnan().all(), out.isnan().sum()) == (True, 16)
+    q, k, v = operands()
+    q[0], k[0] = 1e30, 1e30  # logits overflow to +inf: each weight is 1
+    torch.testing.assert_close(
+        sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
+    )

@@ -79,7 +79,7 @@ def check_written(case: Case, backend: str | None, way: str) -> None:
         check(case, backend, repeats=int(device_of(backend) == "cuda"))
 
 
-@pytest.mark.parametrize("number", numbers(32))
+@pytest.mark.parametrize("number", numbers(24))
 @pytest.mark.parametrize(("backend", "way"), [(b, w) for b in (*COMPLETE, None) if b != "triton" for w in ways(b)])
 def test_output_and_gradients_match_the_formula(backend, way, number):
     check_written(random_case(number), backend, way)
@@ -92,20 +92,23 @@ def test_output_and_gradients_of_triton_match_the_formula(way, number):
     check_written(random_case(number, interpreted=not torch.cuda.is_available()), "triton", way)
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_sizes_that_cross_real_tiles(dtype, causal):
-    case = Case((1, 1, 2, 300, 4500, 16, 24), dtype, causal, None, None, None, None, None, False, "length first", 5)
-    check(case, "blocked")
+BLOCKED, TRITON = (1, 1, 2, 300, 4500, 16, 24), (1, 1, 1, 260, 270, 64, 64)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "causal", "window"), [(torch.bfloat16, True, None), (torch.float16, False, (130, 40))]
+    ("backend", "shape", "dtype", "causal", "window"),
+    [
+        ("blocked", BLOCKED, torch.float32, True, None),
+        ("blocked", BLOCKED, torch.bfloat16, False, None),
+        ("triton", TRITON, torch.bfloat16, True, None),
+        ("triton", TRITON, torch.float16, False, (130, 40)),
+    ],
 )
-def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
+def test_sizes_that_cross_real_tiles(monkeypatch, backend, shape, dtype, causal, window):
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
-    case = Case((1, 1, 1, 260, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
-    check(case, "triton")
+    slopes = "head" if backend == "triton" else None
+    check(Case(shape, dtype, causal, None, window, None, None, slopes, False, "length first", 5), backend)
 
 
 @pytest.mark.parametrize("backend", COMPLETE)
@@ -120,27 +123,13 @@ def test_small_weights_keep_their_relative_accuracy(backend):
 
 
 @pytest.mark.parametrize("backend", COMPLETE)
-@pytest.mark.parametrize("softcap", [0.01, 1.0, 1e4])
-def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
-    """tanh needs a small relative error: with a large cap, its arguments are small."""
-    generator, device = torch.Generator().manual_seed(0), device_of(backend)
-    q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (40, 300, 300))
-    options = {"scale": 1.0, "bias": -3.0}
-    out = sigmoid_attention(*(t.to(device) for t in (q, k, v)), softcap=softcap, backend=backend, **options).cpu()
-    truth, same = (formula(q, k, v, softcap=softcap, dtype=t, **options) for t in (None, torch.float32))
-    assert_as_good_as_formula(out, truth, same, 4.0)
-    if softcap == 1e4:  # hardly a cap
-        torch.testing.assert_close(out.double(), formula(q, k, v, **options), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("backend", COMPLETE)
-@pytest.mark.parametrize("softcap", [20.0, 1e5])
-def test_a_soft_cap_in_half_precision(backend, softcap):
-    """Weights, which the identity as value returns, are as accurate as float16 with a cap of any size."""
-    device = device_of(backend)
+@pytest.mark.parametrize("softcap", [0.01, 1.0, 1e5])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 3e-5), (torch.float16, 1e-3)])
+def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap, dtype, most):
+    """tanh needs a small relative error: with a large cap, its arguments are small. The output are the weights."""
     q, k = torch.ones(1, 1, 3, 1), torch.linspace(-5, 2, 100).view(1, 1, 100, 1)
-    tensors = [t.to(torch.float16) for t in (q, k, torch.eye(100).view(1, 1, 100, 100))]
+    tensors = [t.to(dtype) for t in (q, k, torch.eye(100).view(1, 1, 100, 100))]
     options = {"scale": 1.0, "bias": -3.0, "softcap": softcap}
-    out = sigmoid_attention(*(t.to(device) for t in tensors), backend=backend, **options).cpu().double()
+    out = sigmoid_attention(*(t.to(device_of(backend)) for t in tensors), backend=backend, **options).cpu().double()
     truth = formula(*tensors, **options)
-    assert ((out - truth).abs() / truth).max() < 1e-3
+    assert ((out - truth).abs() / truth).max() < most

@@ -66,7 +66,7 @@ def test_seeded_scaled_and_unbiased(backend):
     kept = first != 0
     assert 0.5 < kept.double().mean() < 0.95
     torch.testing.assert_close(first[kept], full[kept] / 0.75)
-    draws = 200 if backend != "triton" else 8  # interpreted kernels, which drop the same weights, are slow
+    draws = 60 if backend != "triton" else 8  # interpreted kernels, which drop the same weights, are slow
     ratio = torch.stack([weights(0.25) for _ in range(draws)]).mean(0) / full
     standard_error = (0.25 / 0.75 / draws) ** 0.5
     assert (ratio - 1).abs().max() < 5 * standard_error

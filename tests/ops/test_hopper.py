@@ -97,98 +97,37 @@ def check_backward(p, grad, *result, needs=(True, True, True), what=""):
 
 
 BACKWARD = {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
-CONFIGS = [
-    (HopperConfig(64, 2), torch.bfloat16),
-    (HopperConfig(128, 3), torch.bfloat16),
-    (HopperConfig(64, 2, persistent_keys=300), torch.bfloat16),
-    (HopperConfig(64, 3), torch.float16),
-    (HopperConfig(64, 3, sigmoid="paired-rcp"), torch.float16),
+LARGE_HEADS = (tuning.FWD, tuning.DKDV, tuning.DQ)
+OF_64 = tuning.HOPPER_CONFIGS[tuning.FWD_64]._replace(min_keys=1, min_causal_keys=1, min_fill=0)
+CONFIGS = [  # kernels, their configuration, dtype and head_dim
+    (LARGE_HEADS, HopperConfig(64, 2), torch.bfloat16, 72),
+    ((tuning.FUSED,), HopperConfig(64, 3, "rcp"), torch.bfloat16, 64),
+    ((tuning.FUSED,), HopperConfig(64, 2, "paired-rcp", persistent_keys=300), torch.float16, 40),
+    ((tuning.FWD_64,), OF_64, torch.bfloat16, 64),
+    ((tuning.FWD_64,), OF_64, torch.bfloat16, 40),
+    (LARGE_HEADS, HopperConfig(128, 3), torch.bfloat16, 72),
+    (LARGE_HEADS, HopperConfig(64, 2, persistent_keys=300), torch.bfloat16, 72),
+    (LARGE_HEADS, HopperConfig(64, 3), torch.float16, 72),
+    (LARGE_HEADS, HopperConfig(64, 3, sigmoid="paired-rcp"), torch.float16, 72),
 ]
 CALLS = [(*config, size, causal) for config in CONFIGS for size in SIZES for causal in (True, False)]
-if "SIGATTN_FUZZ_EXAMPLES" not in os.environ:  # every size with the first configuration, a sample with the others
-    CALLS = CALLS[: 2 * len(SIZES)] + CALLS[2 * len(SIZES) :: 3]
+if "SIGATTN_FUZZ_EXAMPLES" not in os.environ:  # every size with the first configurations, a sample with the others
+    CALLS = CALLS[: 10 * len(SIZES)] + CALLS[10 * len(SIZES) :: 5]
 
 
-@pytest.mark.parametrize(("config", "dtype", "size", "causal"), CALLS)
-def test_both_passes(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setattr(tuning, "HOPPER_CONFIGS", dict.fromkeys(tuning.HOPPER_CONFIGS, config))
-    p, grad = problem_of(*size, causal, dtype)
-    for simulated.order in ORDERS:
-        check_forward(p)
-        check_backward(p, grad)
-    assert simulated.started == {"hopper_fwd_kernel", *BACKWARD}
-
-
-FUSED = [
-    (HopperConfig(64, 3, "rcp"), torch.bfloat16, 64),
-    (HopperConfig(64, 2, "paired-rcp", persistent_keys=300), torch.float16, 40),
-]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("config", "dtype", "d"), FUSED)
-def test_one_kernel_for_all_gradients(simulated, monkeypatch, config, dtype, d, size, causal):
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, config)
+@pytest.mark.parametrize(("kernels", "config", "dtype", "d", "size", "causal"), CALLS)
+def test_output_and_gradients(simulated, monkeypatch, kernels, config, dtype, d, size, causal):
+    for kernel in kernels:
+        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, config)
     monkeypatch.setattr(launch_hopper, "_MANY_TURNS", 1)
     p, grad = problem_of(*size, causal, dtype, d)
     for simulated.order in ORDERS:
-        check_backward(p, grad)
-    assert simulated.started == {"hopper_bwd_fused_kernel"}
-
-
-def test_calls_that_keep_two_kernels(simulated, monkeypatch):
-    """Those whose results have to repeat, of few keys or small heads, with other gradients or not with all."""
-    monkeypatch.setitem(
-        tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_keys=71, min_causal_keys=70)
-    )
-    p, grad = problem_of(70, 70, True, torch.bfloat16, d=64)
-    check_backward(p._replace(deterministic=True), grad)
-    check_backward(p, grad, needs=(True, True, False))
-    check_backward(p, grad, needs=(True, True, True, True))
-    for keys, causal, d in ((69, True, 64), (70, False, 64), (70, True, 32)):
-        check_backward(*problem_of(70, keys, causal, torch.bfloat16, d))
-    assert not simulated.started
-    check_backward(p, grad)
-    assert simulated.started == {"hopper_bwd_fused_kernel"}
-    simulated.started.clear()
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_fill=0.85))
-    for causal in (True, False):  # a tile for two multiprocessors
-        check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64))
-    assert not simulated.started
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("d", [64, 40])
-def test_forward_pass_of_small_heads(simulated, monkeypatch, d, size, causal):
-    config = tuning.HOPPER_CONFIGS[tuning.FWD_64]
-    monkeypatch.setitem(
-        tuning.HOPPER_CONFIGS, tuning.FWD_64, config._replace(min_keys=1, min_causal_keys=1, min_fill=0)
-    )
-    p, _ = problem_of(*size, causal, torch.bfloat16, d)
-    for simulated.order in ORDERS:
-        check_forward(p)
-    assert simulated.started == {"hopper_fwd_kernel"}
-
-
-def test_forward_passes_of_small_heads_by_the_portable_kernel(simulated, monkeypatch):
-    """Those of few keys or smaller heads, of float16, normalised, or with the fast form of σ."""
-    config = tuning.HOPPER_CONFIGS[tuning.FWD_64]
-    monkeypatch.setitem(
-        tuning.HOPPER_CONFIGS, tuning.FWD_64, config._replace(min_keys=71, min_causal_keys=70, min_fill=0)
-    )
-    p, _ = problem_of(70, 70, True, torch.bfloat16, d=64)
-    check_forward(p._replace(normalize=True))
-    check_forward(problem_of(70, 70, True, torch.float16, d=64)[0])
-    for keys, causal, d in ((69, True, 64), (70, False, 64), (70, True, 32)):
-        check_forward(problem_of(70, keys, causal, torch.bfloat16, d)[0])
-    fast = kernel_args.prepare(p)
-    fast.options = fast.options._replace(SIGMOID="fast")
-    assert not launch_hopper.supports(fast, tuning.FWD_64)
-    assert not simulated.started
-    check_forward(p)
-    assert simulated.started == {"hopper_fwd_kernel"}
+        if kernels != (tuning.FUSED,):
+            check_forward(p)
+        if kernels != (tuning.FWD_64,):
+            check_backward(p, grad)
+    expected = {LARGE_HEADS: {"hopper_fwd_kernel", *BACKWARD}, (tuning.FWD_64,): {"hopper_fwd_kernel"}}
+    assert simulated.started == expected.get(kernels, {"hopper_bwd_fused_kernel"})
 
 
 @pytest.mark.parametrize("sigmoid", ["paired-rcp", "paired", "paired-half", "rcp"])
@@ -267,25 +206,62 @@ def test_each_kernel_on_a_gpu(monkeypatch, kernel, config, dtype, d):
                 check_backward(p, grad, needs=needs, what=what)
 
 
-def test_unsupported_problems(simulated):
-    p, _ = problem_of(130, 130, True, torch.bfloat16)
-    assert launch_hopper.supports(kernel_args.prepare(p), tuning.FWD)
-    others = [
-        p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
-        p._replace(left=5),
-        p._replace(softcap=2.0),
-        p._replace(bias=torch.zeros(1, 2, 130, 1)),
-        p._replace(alibi_slopes=torch.ones(1, 2, 2)),
-        p._replace(attn_mask=torch.ones(1, 1, 130, 130, dtype=torch.bool)),
-        p._replace(key_lengths=torch.tensor([100])),
-        p._replace(seed=torch.tensor(0), dropout_p=0.5),
-        p._replace(value=p.value[..., :32]),
-        p._replace(query=p.query.mT.contiguous().mT),
-        p._replace(key=p.key[:, :, :1].expand(1, 1, 130, 72)),
-        p._replace(**{name: getattr(p, name)[..., :64] for name in ("query", "key", "value")}),
-    ]
-    for other in others:
-        assert not launch_hopper.supports(kernel_args.prepare(other), tuning.FWD)
+def plain(n=70, keys=70, causal=True, dtype=torch.bfloat16, d=64, **options):
+    return problem_of(n, keys, causal, dtype, d)[0]._replace(**options)
+
+
+LARGE = plain(130, 130, d=72)
+SERVED = {  # by the forward kernel of heads of more than 64, and by one kernel for all gradients or the forward of 64
+    "heads of 72": (LARGE, {"hopper_fwd_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}),
+    "heads of 64": (plain(), {"hopper_fwd_kernel", "hopper_bwd_fused_kernel"}),
+    "float16": (plain(dtype=torch.float16), {"hopper_bwd_fused_kernel"}),
+    "normalised": (plain(normalize=True), set()),
+    "deterministic": (plain(deterministic=True), {"hopper_fwd_kernel"}),
+    "few keys": (plain(keys=69), set()),
+    "few keys, all visible": (plain(causal=False), set()),
+    "heads of 32": (plain(d=32), set()),
+    "float32": (plain(130, 130, dtype=torch.float32, d=72), set()),
+    "window": (LARGE._replace(left=5), set()),
+    "softcap": (LARGE._replace(softcap=2.0), set()),
+    "bias of rows": (LARGE._replace(bias=torch.zeros(1, 2, 130, 1)), set()),
+    "slopes": (LARGE._replace(alibi_slopes=torch.ones(1, 2, 2)), set()),
+    "mask": (LARGE._replace(attn_mask=torch.ones(1, 1, 130, 130, dtype=torch.bool)), set()),
+    "lengths": (LARGE._replace(key_lengths=torch.tensor([100])), set()),
+    "dropout": (LARGE._replace(seed=torch.tensor(0), dropout_p=0.5), set()),
+    "smaller values": (LARGE._replace(value=LARGE.value[..., :32]), set()),
+    "columns first": (LARGE._replace(query=LARGE.query.mT.contiguous().mT), set()),
+    "one key for all": (LARGE._replace(key=LARGE.key[:, :, :1].expand(1, 1, 130, 72)), set()),
+}
+
+
+@pytest.mark.parametrize("call", SERVED)
+def test_which_calls_these_kernels_serve(simulated, monkeypatch, call):
+    """No kernel runs: the names of those that are launched."""
+    few = {"min_keys": 71, "min_causal_keys": 70, "min_fill": 0}
+    for kernel in (tuning.FWD_64, tuning.FUSED):
+        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, tuning.HOPPER_CONFIGS[kernel]._replace(**few))
+    monkeypatch.setattr(launch_cache, "launch", lambda kernel, *_: simulated.started.add(kernel.fn.__name__))
+    p, served = SERVED[call]
+    result, grad = launch.forward(p), torch.ones(*p.query.shape[:3], p.value.shape[3], dtype=p.query.dtype)
+    launch.backward(p, grad, NeedsGrad(), *result)
+    assert {name for name in simulated.started if name.startswith("hopper")} == served
+
+
+@pytest.mark.parametrize("needs", [(True, True, False), (True, True, True, True)])
+def test_other_gradients_than_those_of_the_operands_take_two_kernels(simulated, monkeypatch, needs):
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp"))
+    check_backward(*problem_of(70, 70, True, torch.bfloat16, d=64), needs=needs)
+    assert not simulated.started
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_few_tiles_take_two_kernels(simulated, monkeypatch, causal):
+    """One tile for two multiprocessors; or two, if half of their keys are hidden."""
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_fill=0.85))
+    check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64))
+    assert not simulated.started
+    check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64, key_heads=2))
+    assert bool(simulated.started) != causal
 
 
 ERRORS = (AssertionError, DeadlockError)

@@ -75,14 +75,6 @@ def test_output_and_gradients_match_the_formula(compile_for, processor, number):
         check(served(case), "llvm")
 
 
-def test_the_gradient_of_a_mask_is_not_lost():
-    """Where the op is called directly, as in a compiled graph."""
-    t, mask = torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
-    out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm", False)[0]
-    with pytest.raises(RuntimeError, match="'llvm': it does not compute the gradient of attn_mask"):
-        out.sum().backward()
-
-
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     ("dtype", "causal", "window", "most_saved"),
@@ -129,14 +121,6 @@ def test_memory_of_a_long_sequence(dtype):
     sums = found.args.splits * found.args.part_size * 64 * 4
     assert sum(found.forward.values()) <= 17 << 20
     assert sum(found.backward.values()) + sums <= (5 if dtype is torch.float32 else 40) << 20
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_of_one_head_are_divided_into_two_parts(dtype):
-    """The fewest parts whose gradients of the queries are added."""
-    shape = (1, 1, 1, 300, host_processor().registers.tile + 1, 64, 64)
-    check(Case(shape, dtype, False, None, None, None, None, None, False, "contiguous", 5), "llvm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,6 +197,13 @@ def test_what_it_does_not_support_is_refused(options, reason):
         sigmoid_attention(q, q, q, backend="llvm", **options)
 
 
+def test_the_gradient_of_a_mask_is_not_lost_if_the_op_is_called_directly():
+    t, mask = torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
+    out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm", False)[0]
+    with pytest.raises(RuntimeError, match="'llvm': it does not compute the gradient of attn_mask"):
+        out.sum().backward()
+
+
 def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):
     t = torch.empty(1, 1, 256, 64)
     problem = Problem(t, t, t)
@@ -248,12 +239,6 @@ def test_a_compiled_graph_calls_it(unchecked, measured):
     compiled = torch.compile(Attention(), backend=lambda graph, _: calls.append(graph.code) or graph)
     torch.testing.assert_close(compiled(q), Attention()(q))
     assert "llvm" in calls[0]
-
-
-@pytest.mark.parametrize(("n", "expected"), [(31, 1), (64, 2)])
-def test_small_calls_take_one_thread(n, expected):
-    shape = (1, 4, n, 32)
-    assert plan.make_plan(calls.kernels(torch.float32), 2, shape, shape, None, -1, -1, 0).threads == expected
 
 
 @pytest.mark.parametrize(("platform", "library"), [("linux", None), ("darwin", "libomp.dylib"), ("win32", "none")])

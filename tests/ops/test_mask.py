@@ -17,7 +17,6 @@ MADE = {
     "lower right": (causal_lower_right, lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(m - n)),
 }
 CAUSAL = pytest.mark.parametrize("kind", MADE)
-SHAPES = pytest.mark.parametrize(("n", "m"), [(5, 5), (5, 9), (9, 5)])
 
 
 def operands(n, m):
@@ -29,7 +28,7 @@ def expected_of(q, k, v, visible, bias):
 
 
 @CAUSAL
-@SHAPES
+@pytest.mark.parametrize(("n", "m"), [(5, 5), (5, 9), (9, 5)])
 def test_a_causal_bias_is_its_triangle(kind, n, m):
     """In the operator and in statistics."""
     make, triangle = MADE[kind]

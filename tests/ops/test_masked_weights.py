@@ -11,7 +11,7 @@ from tests.ops.cases import SUPPORTING, path, ways
 
 # interpreted kernels take their time, those of small tiles, with rows of padding and shared reciprocals, less
 BACKENDS = [(backend, way) for backend in SUPPORTING for way in ways(backend) if way != "tuned"]
-SIZES = {"as users meet it": (2, 17, 300), "small tiles": (17,), "small tiles, bfloat16 products": (40,)}
+SIZES = {"as users meet it": (2, 17, 200), "small tiles": (17,), "small tiles, bfloat16 products": (40,)}
 WAYS = [(*way, n) for way in BACKENDS for n in ((17,) if way[0] == "reference" else SIZES.get(way[1], (17, 200)))]
 
 
@@ -51,9 +51,10 @@ def test_what_a_number_that_is_not_finite_may_reach(backend, way, n):
     poisons += [(name, at, math.nan) for name in ("key", "value") for at in (n - 1, m - 1)]
     poisons += [("key", m - 1, math.inf), ("key", n - 1, -math.inf), ("value", m - 1, math.inf)]
     kinds, dtypes = masks(n, m), (torch.float32, torch.bfloat16)
-    if backend == "triton":  # whose interpreter takes its time
-        poisons, dtypes = poisons[::3], dtypes[:1]
+    if backend == "triton" or n >= 200:  # which take their time
         kinds = {kind: kinds[kind] for kind in ("causal", "left window", "bool", "-inf", "key_lengths")}
+    if backend == "triton":
+        poisons, dtypes = poisons[::3], dtypes[:1]
     for dtype, (kind, (visible, options)) in itertools.product(dtypes, kinds.items()):
         if backend == "llvm" and "softcap" in options:
             continue

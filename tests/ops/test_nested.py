@@ -1,7 +1,5 @@
 """Nested tensors of the jagged layout: each sequence independently, with the query's offsets and gradients."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -102,35 +100,3 @@ def test_compiled(unchecked, kept):
     grad = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad(o, values, grad) for o in (ours, want)), strict=True):
         torch.testing.assert_close(a, b)
-
-
-_, Q = nest(LENGTHS, 4, 8)
-_, OTHER = nest(OTHERS, 4, 8)
-_, FEW = nest(LENGTHS, 2, 8, offsets=Q.offsets())
-DENSE = torch.randn(3, 4, 7, 8)
-with warnings.catch_warnings():  # PyTorch's, that this layout is a prototype
-    warnings.simplefilter("ignore")
-    STRIDED = torch.nested.nested_tensor([DENSE[0]])
-GAPS = torch.nested.narrow(
-    torch.randn(3, 7, 4, 8), 1, torch.tensor([0, 1, 2]), torch.tensor([3, 5, 2]), layout=torch.jagged
-)
-WRONG = {
-    "dense key": ((Q, DENSE, DENSE), {}, TypeError, "must all be nested, or none of them; key is not"),
-    "strided layout": ((STRIDED,) * 3, {}, TypeError, "layout=torch.jagged"),
-    "mask": ((Q, Q, Q, torch.ones(7, 7)), {}, ValueError, "attn_mask is not supported with nested tensors"),
-    "key_lengths": ((Q, Q, Q), {"key_lengths": torch.tensor([1, 2, 3])}, ValueError, "offsets define the lengths"),
-    "gaps": ((GAPS.transpose(1, 2),) * 3, {}, ValueError, r"gaps between its sequences: call .contiguous\(\)"),
-    "not transposed": ((Q.transpose(1, 2),) * 3, {}, ValueError, r"make \(B, ragged length, H, D\) and transpose"),
-    "three dimensions": ((Q.transpose(1, 2).flatten(2),) * 3, {}, ValueError, r"\(B, H, ragged length, D\)"),
-    "different lengths": ((Q, OTHER, OTHER), {"is_causal": True}, ValueError, "of the same lengths"),
-    "key and value": ((Q, OTHER, Q), {}, ValueError, "key and value must have the same lengths"),
-    "heads": ((Q, FEW, FEW), {}, ValueError, "query has 4 heads and key 2: pass enable_gqa=True"),
-    "bias": ((Q, Q, Q), {"bias": torch.zeros(7, 1)}, ValueError, r"broadcast to \(B, Hq, 1, 1\) = \(3, 4, 1, 1\)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
-    args, options, error, message = WRONG[what]
-    with pytest.raises(error, match=f"(?s)sigmoid_attention: .*{message}"):
-        sigmoid_attention(*args, **options)

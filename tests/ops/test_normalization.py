@@ -46,17 +46,15 @@ def test_accurate_at_every_magnitude_and_level(backend, dtype):
 def test_dropout_applies_to_the_divided_weights(backend):
     """The sum is that of all weights: each weight is kept, times 1 / (1 - p), or 0."""
     n, device = 24, device_of(backend)
-    q, k = (torch.randn(1, 1, n, 8).to(device) for _ in range(2))
-    v = torch.eye(n).view(1, 1, n, n).to(device)
+    q, k, v = torch.randn(1, 1, n, 8), torch.randn(1, 1, n, 8), torch.eye(n).view(1, 1, n, n)
+    given, options = [t.to(device) for t in (q, k, v)], {"dropout_p": 0.25, "normalize": True}
     if backend == "packed":
-        packed, starts = (t[0].transpose(0, 1) for t in (q, k, v)), torch.tensor([0, n])
-        out = sigmoid_varlen_attention(*packed, starts, starts, n, n, dropout_p=0.25, normalize=True)
-        out = out.transpose(0, 1)[None]
+        packed, starts = (t[0].transpose(0, 1) for t in given), torch.tensor([0, n])
+        out = sigmoid_varlen_attention(*packed, starts, starts, n, n, **options).transpose(0, 1)[None]
     else:
-        out = sigmoid_attention(q, k, v, dropout_p=0.25, normalize=True, backend=backend)
-    weights = formula(q.cpu(), k.cpu(), v.cpu(), normalize=True, dtype=torch.float32) / 0.75
-    kept = out.cpu() != 0
-    torch.testing.assert_close(out.cpu(), weights * kept)
+        out = sigmoid_attention(*given, backend=backend, **options).cpu()
+    kept = out != 0
+    torch.testing.assert_close(out, formula(q, k, v, normalize=True, dtype=torch.float32) / 0.75 * kept)
     assert 0.6 < kept.double().mean() < 0.9
 
 

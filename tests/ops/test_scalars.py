@@ -1,4 +1,4 @@
-"""NumPy numbers and 0-d tensors are equivalent to Python numbers."""
+"""NumPy numbers, fractions and 0-d tensors are equivalent to Python numbers."""
 
 import fractions
 
@@ -9,42 +9,34 @@ import torch
 from sigattn import attention_statistics, flash, sigmoid_attention
 
 Q, K, V = torch.randn(3, 2, 4, 7, 8).unbind()
-REALS = [np.float32, np.float64, np.float16, torch.tensor, fractions.Fraction]
-INTEGERS = [np.int32, np.int64, np.uint8, torch.tensor]
+ROWS, STARTS, CACHE = torch.randn(10, 4, 8), torch.tensor([0, 4, 10]), torch.randn(2, 9, 4, 8)
+REAL = {
+    "scale": lambda x: sigmoid_attention(Q, K, V, scale=x),
+    "bias": lambda x: sigmoid_attention(Q, K, V, bias=x),
+    "dropout_p": lambda x: sigmoid_attention(Q, K, V, dropout_p=x),
+    "softmax_scale": lambda x: flash.flash_attn_varlen_func(ROWS, ROWS, ROWS, STARTS, STARTS, 6, 6, softmax_scale=x),
+    "sigmoid_bias": lambda x: flash.flash_attn_varlen_func(ROWS, ROWS, ROWS, STARTS, STARTS, 6, 6, sigmoid_bias=x),
+    "sigmoid_bias of a cache": lambda x: flash.flash_attn_with_kvcache(ROWS[:2, None], CACHE, CACHE, sigmoid_bias=x),
+}
+INTEGER = {
+    "window": lambda x: sigmoid_attention(Q, K, V, window=(x, x)),
+    "window_size": lambda x: flash.flash_attn_func(Q, K, V, window_size=(x, x)),
+    "window of statistics": lambda x: attention_statistics(Q, K, V, window=(x, x)).row_mass_mean,
+    "max_seqlen": lambda x: flash.flash_attn_varlen_func(ROWS, ROWS, ROWS, STARTS[:2], STARTS[:2], x, x),
+    "cache_seqlens": lambda x: flash.flash_attn_with_kvcache(
+        ROWS[:2, None], CACHE, CACHE, cache_seqlens=x, num_splits=x, sigmoid_bias=-2.0
+    ),
+}
 
 
-@pytest.mark.parametrize("real", REALS)
-@pytest.mark.parametrize("name", ["scale", "bias", "dropout_p"])
-def test_real_numbers_of_the_operator(name, real):
-    torch.manual_seed(1)
-    want = sigmoid_attention(Q, K, V, **{name: 0.25})
-    torch.manual_seed(1)
-    assert torch.equal(sigmoid_attention(Q, K, V, **{name: real(0.25)}), want)
-    assert not torch.equal(sigmoid_attention(Q, K, V), want)
-
-
-@pytest.mark.parametrize("integer", INTEGERS)
-def test_windows(integer):
-    window = integer(2), integer(1)
-    want = sigmoid_attention(Q, K, V, window=(2, 1))
-    assert torch.equal(sigmoid_attention(Q, K, V, window=window), want)
-    ours = flash.flash_attn_func(*(t.transpose(1, 2) for t in (Q, K, V)), window_size=window)
-    torch.testing.assert_close(ours.transpose(1, 2), want)
-    torch.testing.assert_close(*(attention_statistics(Q, K, V, window=w) for w in (window, (2, 1))))
-
-
-@pytest.mark.parametrize("integer", INTEGERS)
-def test_packed_sequences_and_caches(integer):
-    q, starts = torch.randn(10, 4, 8), torch.tensor([0, 4, 10])
-    want = flash.flash_attn_varlen_func(q, q, q, starts, starts, 6, 6, softmax_scale=0.25, sigmoid_bias=-1.0)
-    most = integer(6)
-    options = {"softmax_scale": np.float32(0.25), "sigmoid_bias": np.float64(-1.0)}
-    assert torch.equal(flash.flash_attn_varlen_func(q, q, q, starts, starts, most, most, **options), want)
-    with pytest.raises(ValueError, match=r"max_seqlen_q \(max_q\) is 5, but"):
-        flash.flash_attn_varlen_func(q, q, q, starts, starts, integer(5), most, **options)
-    cache, q = torch.randn(2, 9, 4, 8), torch.randn(2, 2, 4, 8)
-    want = flash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=6, causal=True, sigmoid_bias=-2.0)
-    ours = flash.flash_attn_with_kvcache(
-        q, cache, cache, cache_seqlens=most, causal=True, sigmoid_bias=np.float32(-2.0), num_splits=integer(0)
-    )
-    assert torch.equal(ours, want)
+@pytest.mark.parametrize(
+    ("call", "number", "kind"),
+    [(REAL[name], 0.25, kind) for name in REAL for kind in (np.float32, np.float64, torch.tensor, fractions.Fraction)]
+    + [(INTEGER[name], 4, kind) for name in INTEGER for kind in (np.int32, np.int64, np.uint8, torch.tensor)],
+)
+def test_a_number_of_another_library(call, number, kind):
+    results = []
+    for given in (number, kind(number)):
+        torch.manual_seed(1)
+        results.append(call(given))
+    assert torch.equal(*results)

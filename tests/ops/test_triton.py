@@ -1,6 +1,5 @@
 """The Triton backend: supported calls, settings, layout of results."""
 
-import contextlib
 import importlib
 import types
 
@@ -9,11 +8,11 @@ import torch
 import triton as kernels
 import triton.language as language
 
-from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem, bias_tensor
-from sigattn.ops.triton import activation, kernel_args, launch_cache, tile, tuning
+from sigattn.ops.triton import activation, kernel_args, tile, tuning
 from tests.ops.cases import device_of, path
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -86,39 +85,6 @@ def test_arguments_of_kernels_are_fields_only(module):
         assert {name for name in vars(own) if not name.startswith("_")} == set(own._fields)
 
 
-def test_tma_is_used_where_it_can_be(monkeypatch):
-    """Aligned tensors get TMA descriptors, with the results of the formula; others are read by address."""
-    in_force, described, start = tuning.kernel_config, [], launch_cache.launch
-    wide = torch.randn(3, 1, 2, 40, 48, device=DEVICE)
-    one_off = torch.randn(3 * 2 * 40 * 40 + 1, device=DEVICE)[1:].view(3, 1, 2, 40, 40)
-
-    def launch(*given):
-        described.append(given[-1]["OPT"].TMA)
-        if described[-1]:
-            start(*given)
-
-    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    monkeypatch.setattr(launch_cache, "launch", launch)
-    for tensors, options, served in (
-        (wide[..., :40], {}, True),  # strides of 48: TMA fills up to 64 columns with 0
-        (wide.transpose(2, 3).contiguous().transpose(2, 3), {"is_causal": True}, True),
-        (one_off, {}, False),
-        (wide[..., ::2], {}, False),
-        (torch.randn(3, 1, 2, 40, 42, device=DEVICE)[..., :40], {}, False),  # strides of 168 bytes
-        (wide[:, :, :1].expand(3, 1, 2, 40, 48), {}, False),
-        (wide, {"key_lengths": torch.tensor([3])}, False),
-    ):
-        q, k, v = (t.detach().requires_grad_() for t in tensors.unbind())
-        described.clear()
-        found, truth = (
-            torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend, **options).square().sum(), (q, k, v))
-            for backend in ("triton", "reference")
-        )
-        assert described == [served] * 3, options
-        if served:
-            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_strongly_attended_keys_do_not_overflow(dtype):
     """With b = -log 65536 float16 weights are multiplied by 2^15, but dS of a weight of 1/2 must not be."""
@@ -172,49 +138,6 @@ def test_a_cache_with_features_first_may_have_large_strides():
     torch.testing.assert_close(attend(cache), attend(cache.contiguous()))
 
 
-QUERY, CACHE, PAGES = (
-    torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for shape in ((3, 1, 2, 16), (3, 40, 2, 16), (12, 10, 2, 16))
-)
-INTEGERS = {
-    "cache_seqlens": torch.tensor([17, 30, 40]),
-    "left_padding": torch.tensor([17, 30, 2]),
-    "block_table": torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(3, 4),
-    "key_lengths": torch.tensor([17, 40, 5]),
-    "cu_seqlens": torch.tensor([0, 5, 8, 14]),
-}
-
-
-def attention_with(name, integers, backend):
-    """Return the outputs, and in training the gradients, of a call that reads these integers."""
-    if name in ("cache_seqlens", "left_padding", "block_table"):
-        more = {"cache_seqlens": 40, name: integers.to(DEVICE)}
-        cache = (PAGES if name == "block_table" else CACHE).to(DEVICE)
-        return (sigmoid_kvcache_attention(QUERY.to(DEVICE), cache, cache, bias=-3.0, backend=backend, **more),)
-    if name == "cu_seqlens":
-        x = CACHE[0, :14].to(DEVICE).requires_grad_()
-        out = sigmoid_varlen_attention(x, x, x, integers.to(DEVICE), integers.to(DEVICE), 6, 6, backend=backend)
-    else:
-        x = CACHE.transpose(1, 2).to(DEVICE).requires_grad_()
-        out = sigmoid_attention(x, x, x, key_lengths=integers.to(DEVICE), backend=backend)
-    return out, *torch.autograd.grad(out.square().sum(), x)
-
-
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_may_have_any_strides(name):
-    """A column of a matrix, a transposed table, and one length expanded to all samples."""
-    contiguous = INTEGERS[name]
-    others = [torch.stack([contiguous, -contiguous], -1)[..., 0]]
-    if name == "block_table":
-        others.append(contiguous.mT.contiguous().mT)
-    if name in ("cache_seqlens", "key_lengths"):
-        others.append(torch.tensor(17).expand(3))
-    for integers in others:
-        assert not integers.is_contiguous()
-        results = [attention_with(name, integers, backend) for backend in ("triton", "blocked")]
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
 def test_hidden_tiles_are_not_visited():
     """They contain NaN, which would reach a result even if multiplied by 0."""
     q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (32, 96, 96))
@@ -232,35 +155,11 @@ def test_hidden_tiles_are_not_visited():
         assert not gradients[2][:, :, nowhere].any()
 
 
-def test_fast_sigmoid_is_used_on_nvidia_gpus_only(monkeypatch):
-    """Selected by the argument or the setting, on NVIDIA's GPUs only; others use the accurate form."""
-    asked = []
-
-    def seen(problem):
-        asked.append(problem.fast)
-        raise InterruptedError
-
-    monkeypatch.setattr(kernel_args, "prepare", seen)
-    q = torch.zeros(1, 4, 1, 8, dtype=torch.float16, device=DEVICE)
-    for precision in ("fast", "accurate", None):
-        with contextlib.suppress(InterruptedError):
-            flash.flash_attn_func(q, q, q, sigmoid_precision=precision, backend="triton")
-    assert asked == [True, False, False]
-    fast = problem(dtype=torch.float16)._replace(fast=True)
-    monkeypatch.setattr(kernel_args, "INTERPRETED", False)
-    assert kernel_args.sigmoid_form(fast) == "fast"
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert kernel_args.sigmoid_form(fast) == "accurate"
-
-
 @kernels.jit
 def _tile_bounds_of(numbers, out, HAS_LEFT: language.constexpr, HAS_RIGHT: language.constexpr):
     at = language.arange(0, 1024)
-    first, last, length = (
-        language.load(numbers + at),
-        language.load(numbers + 1024 + at),
-        language.load(numbers + 2048 + at),
-    )
+    first, last = language.load(numbers + at), language.load(numbers + 1024 + at)
+    length = language.load(numbers + 2048 + at)
     left, right = language.load(numbers + 3072 + at), language.load(numbers + 4096 + at)
     start, full_start, full_stop, stop = tile.tile_bounds(first, last, length, left, right, 16, HAS_LEFT, HAS_RIGHT)
     language.store(out + at, start + 0 * at)
@@ -308,21 +207,6 @@ def test_error_of_the_sigmoid_relative_to_itself(kind, most):
     assert p[2] < 1e-35
     truth = torch.sigmoid(x[3:].double())
     assert ((p[3:] / truth - 1).abs()).max() < most + 1.2e-7 * 80  # and the rounding of z
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_bias_of_one_entry_is_read_from_memory(dtype):
-    """No separate launch converts it, nor float16's shift: it must be as exact as a number."""
-    q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
-    bias = torch.tensor(-7.3, device=DEVICE)
-    assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).options.BIAS == "scalar"
-    on_cpu = {"q": q.cpu(), "k": k.cpu(), "v": v.cpu(), "bias": bias.cpu()}
-    truth, rough = (formula(**on_cpu, dtype=d) for d in (torch.float64, dtype))
-    out = sigmoid_attention(q, k, v, bias=bias, backend="triton")
-    assert_as_good_as_formula(out.cpu(), truth, rough)
-    cache = (t.transpose(1, 2) for t in (q, k, v))
-    cached = flash.flash_attn_with_kvcache(*cache, sigmoid_bias=bias, causal=False, backend="triton")
-    assert_as_good_as_formula(cached.transpose(1, 2).cpu(), truth, rough)
 
 
 @pytest.mark.usefixtures("unchecked")

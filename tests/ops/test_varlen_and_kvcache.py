@@ -1,13 +1,10 @@
 """The operators for packed sequences and caches."""
 
-import math
-
 import pytest
 import torch
 
 from sigattn import sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.ops.cases import ON_CPU
 from tests.ops.truth import one_sequence
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
@@ -37,54 +34,6 @@ def test_equal_to_the_functions_of_flash_attn():
     )  # fmt: skip
     options |= {"cache_leftpad": padding, "sigmoid_bias": bias[:1], **where}
     assert torch.equal(flash_attn_with_kvcache(query, keys, values, *new, **options), ours)
-
-
-Q, K = torch.randn(9, 4, 8), torch.randn(12, 2, 8)
-NEW, CACHE = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
-
-
-def packed(*starts, q=Q, k=Q, **options):
-    return lambda: sigmoid_varlen_attention(q, k, k, *starts, **options)
-
-
-def cached(new=NEW, cache=CACHE, bias=-1.0, enable_gqa=True, **options):
-    return lambda: sigmoid_kvcache_attention(new, cache, cache, bias=bias, enable_gqa=enable_gqa, **options)
-
-
-NAME, REFUSED = "sigmoid_kvcache_attention", "backend 'triton' does not support this call"
-WRONG = {
-    "gqa": (packed(CU_Q, CU_K, 6, 6, k=K), ValueError, "enable_gqa=True"),
-    "layout": (packed(CU_Q, CU_K, 6, 6, q=Q[None], k=K), ValueError, r"3 dimensions, \(total"),
-    "starts": (packed(CU_Q, CU_Q + 1, 6, 6), ValueError, r"\(cu_seq_k\) must begin"),
-    "longest": (packed(CU_Q, CU_Q, 5, 6), ValueError, r"\(max_q\) is 5, but"),
-    "float starts": (packed(CU_Q / 1, CU_Q, 6, 6), TypeError, "cu_seq_q must be a"),
-    "mask": (packed(CU_Q, CU_Q, 6, 6, attn_mask=torch.ones(5, 6)), ValueError, r"max_q, max_k\) = \(3, 4, 6, 6\)"),
-    "backend": (
-        packed(CU_Q, CU_Q, 6, 6, q=Q.double(), k=Q.double(), backend="triton"),
-        ValueError,
-        f"sigmoid_varlen_attention: {REFUSED}",
-    ),
-    "cache backend": (cached(NEW.double(), CACHE.double(), backend="triton"), ValueError, f"{NAME}: {REFUSED}"),
-    "cache gqa": (cached(enable_gqa=False), ValueError, "enable_gqa=True"),
-    "no bias": (cached(bias=None), TypeError, f"{NAME}: bias must be the number or tensor that the model was trained"),
-    "cache bias": (cached(bias="-log n"), TypeError, f"{NAME}: bias, if not a tensor, must be a number"),
-    "cache lengths": (cached(cache_seqlens=17), ValueError, "a cache of 16 keys for each sample cannot hold"),
-    "negative length": (
-        cached(key=CACHE[:, :1], value=CACHE[:, :1], cache_seqlens=torch.tensor([-1, 3])),
-        ValueError,
-        "the index of the first new key must lie in 0",
-    ),
-    "length": (cached(cache_seqlens=1 << 70), ValueError, "cache_seqlens, if not a tensor, must lie in"),
-    "cache causal": (cached(is_causal="no"), TypeError, "is_causal must be True or False, got 'no'"),
-    "cache gradient": (cached(NEW.clone().requires_grad_()), RuntimeError, f"{NAME} has no gradient"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
-    call, error, message = WRONG[what]
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_autocast_does_not_round_new_keys():
@@ -117,26 +66,6 @@ def test_integers_of_any_size(dtype, length):
     rows, starts = torch.randn(10, 2, 4), torch.tensor([0, 3, 10])
     packed = [sigmoid_varlen_attention(rows, rows, rows, t, t, 7, 7) for t in (starts, starts.to(dtype))]
     torch.testing.assert_close(*packed)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_a_new_token_sees_the_keys_of_its_sample(backend, normalize):
-    """Of any number of keys, none too, with grouped heads and b of each head; behind them is what is not a number."""
-    q, k, v = torch.randn(3, 1, 6, 8), torch.randn(3, 2, 50, 8).transpose(1, 2), torch.randn(3, 50, 2, 5)
-    bias, options = torch.linspace(-4, 1, 6), {"is_causal": True, "enable_gqa": True, "normalize": normalize}
-    for lengths in ([0, 7, 41], [23, 23, 23], [0, 0, 0]):
-        for b, n in enumerate(lengths):
-            k[b, n:], v[b, n:] = math.nan, math.inf
-            k[b, :n], v[b, :n] = torch.randn(n, 2, 8), torch.randn(n, 2, 5)
-        out = sigmoid_kvcache_attention(
-            q, k, v, bias=bias.view(6, 1, 1), cache_seqlens=torch.tensor(lengths), backend=backend, **options
-        )
-        for b, n in enumerate(lengths):
-            expected = formula(q[b].double(), k[b, :n].double(), v[b, :n].double(), bias, normalize=normalize)
-            torch.testing.assert_close(out[b], expected.float())
-    nothing = sigmoid_kvcache_attention(q, k[:, :0], v[:, :0], bias=1.0, backend=backend, **options)
-    assert not nothing.any()
 
 
 @pytest.mark.parametrize("new", [False, True])

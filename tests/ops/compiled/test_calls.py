@@ -27,6 +27,12 @@ ONCE_TOO_LARGE = [
     (100, Call(("bool mask",), d=128)),
     (86, Call(d=256, n=64, kind="cached")),
 ]
+EXTRA = "slopes", "bias of rows", "window", "softcap", "dropout", "GQA"
+TOGETHER = [
+    (90, Call(("mask with gradient", *EXTRA), torch.float16)),
+    (90, Call(("bool mask", "lengths", "fast"), torch.float16)),
+    (90, Call(("mask with gradient",), torch.float16, d=40, dv=72)),
+]
 
 
 def sample():
@@ -34,7 +40,7 @@ def sample():
     if not EXAMPLES:
         return ONCE_TOO_LARGE[:1]
     chosen = random.Random(os.environ.get("SIGATTN_SEED", "0"))  # the same in each process that shares the work
-    return ONCE_TOO_LARGE + chosen.sample(everything, min(EXAMPLES, len(everything)))
+    return ONCE_TOO_LARGE + TOGETHER + chosen.sample(everything, min(EXAMPLES, len(everything)))
 
 
 @pytest.mark.parametrize(("architecture", "call"), sample(), ids=str)
@@ -66,7 +72,7 @@ def most_spilled(call):
     wide = width > 128
     if set(call.options) <= {"causal"}:
         return 5 if wide else 0
-    return 96 if wide else 8
+    return 96 if wide or len(call.options) > 2 else 8
 
 
 def spilled(launched):

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import tune
 from benchmarks.inputs import random_inputs
-from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.triton.args import Options, padded_head_dim
@@ -93,29 +92,27 @@ def test_other_kinds_of_calls_keep_their_tiles():
         assert masked < plain
 
 
-@pytest.mark.parametrize("options", [{}, {"d": 256}], ids=str)
-def test_the_backward_pass_and_repeated_calls(options):
-    """Cached launches keep the smaller tiles, also when launched directly."""
-    grad = problem(**options).query
-    with standin_driver.gpu(90, compiles=False, needed=needed, shared=30_000) as launched:
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [
+        (Call(), {"fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"}),
+        (Call(d=256), {"fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"}),
+        (Call(("bool mask",), n=2, kind="cached"), {"decode_kernel"}),
+    ],
+    ids=str,
+)
+def test_repeated_calls_keep_the_smaller_tiles(call, kernels):
+    """Also when launched directly."""
+    with standin_driver.gpu(90, compiles=False, needed=needed, shared=20_000) as launched:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            launch.backward(problem(**options), grad, NeedsGrad())
-        assert {str(w.message).split()[1] for w in said} == {"bwd_dkdv_kernel", "bwd_dq_kernel"}
+            call()
+        assert {str(w.message).split()[1] for w in said} == kernels
         first = [shape(x) for x in launched]
         for _ in range(4):
             launched.clear()
-            launch.backward(problem(**options), grad, NeedsGrad())
-            assert [shape(x) for x in launched] == first
-
-
-def test_decoding_steps_down_too():
-    call = Call(("bool mask",), n=2, kind="cached")
-    with standin_driver.gpu(90, compiles=False, needed=needed, shared=20_000) as launched:
-        with pytest.warns(RuntimeWarning, match="decode_kernel with tiles of"):
             call()
-        call()
-    assert shape(launched[0]) == shape(launched[1])
+            assert [shape(x) for x in launched] == first
 
 
 def test_a_device_that_no_tile_fits_is_named():
@@ -141,22 +138,27 @@ def test_a_candidate_that_is_measured_is_not_replaced():
             call()
 
 
-@pytest.mark.parametrize(
-    ("options", "d", "dtype", "expected"),
-    [
-        ((), 128, torch.float32, {"PRECISION": {"bf16x6"}}),
-        ((), 64, torch.float32, {"PRECISION": {"tf32x3"}}),
-        (("bool mask",), 128, torch.float32, {"PRECISION": {"tf32x3"}}),  # tiles with a mask would not fit
-        (("normalize",), 128, torch.float32, {"PRECISION": {"tf32x3"}}),
-        (("dropout",), 64, torch.bfloat16, {"SIGMOID": {"rcp"}}),
-        (("mask",), 64, torch.bfloat16, {"SIGMOID": {"rcp"}, "TMA": {True}}),
-        (("mask", "causal"), 64, torch.bfloat16, {"SIGMOID": {"paired"}, "TMA": {False}}),
-        (("softcap",), 64, torch.bfloat16, {"SOFTCAP": {"absolute"}}),
-        (("softcap",), 64, torch.float32, {"SOFTCAP": {"relative"}}),
-    ],
-)
-def test_what_options_choose_on_hopper(options, d, dtype, expected):
-    with standin_driver.gpu(90, compiles=False) as launched:
-        Call(options, d=d, dtype=dtype)()
+WIDE = {"dtype": torch.float32, "d": 128}
+CHOSEN = [  # by the options of a call, and the compile-time options of its kernels
+    (90, Call(**WIDE), {"PRECISION": {"bf16x6"}}),
+    (90, Call(dtype=torch.float32), {"PRECISION": {"tf32x3"}}),
+    (90, Call(("bool mask",), **WIDE), {"PRECISION": {"tf32x3"}}),  # tiles with a mask would not fit
+    (90, Call(("normalize",), **WIDE), {"PRECISION": {"tf32x3"}}),
+    (90, Call(("dropout",)), {"SIGMOID": {"rcp"}}),
+    (90, Call(("mask",)), {"SIGMOID": {"rcp"}, "TMA": {True}}),
+    (90, Call(("mask", "causal")), {"SIGMOID": {"paired"}, "TMA": {False}}),
+    (90, Call(("softcap",)), {"SOFTCAP": {"absolute"}}),
+    (90, Call(("softcap",), dtype=torch.float32), {"SOFTCAP": {"relative"}}),
+    (90, Call(("fast",)), {"SIGMOID": {"fast"}}),
+    (90, Call(("fast",), kind="packed"), {"SIGMOID": {"fast"}}),
+    (90, Call(("fast",), kind="cached", n=4), {"SIGMOID": {"fast"}}),
+    ("gfx942", Call(("fast",), dtype=torch.float16), {"SIGMOID": {"accurate"}}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "call", "expected"), CHOSEN, ids=str)
+def test_what_options_choose(architecture, call, expected):
+    with standin_driver.gpu(architecture, compiles=False) as launched:
+        call()
     for name, values in expected.items():
         assert {getattr(x.options, name) for x in launched} == values, name

@@ -1,7 +1,6 @@
-"""Machine code of the kernels, compiled for absent GPUs."""
+"""Machine code of the kernels, compiled for absent GPUs; test_calls.py has their options."""
 
 import os
-import random
 
 import pytest
 
@@ -13,30 +12,6 @@ KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
 DIMS = (16, 32, 64, 128, 256)
-OPTIONS = [
-    {},
-    {"BIAS": "tensor", "grad_bias": "*fp32"},
-    {"BIAS": "length", "VARLEN": True},
-    {"BIAS": "length", "LENGTHS": True},
-    {"MASK": "bool"},
-    {"MASK": "added", "NEED_MASK": "added"},
-    {"MASK": "added", "NEED_MASK": "added", "SUM_ROWS": True},
-    {"MASK": "added", "NEED_MASK": "stored"},
-    {"SLOPES": True, "grad_slopes": "*fp32"},
-    {"HAS_LEFT": True},
-    {"DROPOUT": True},
-    {"GROUP": 4},
-    {"SIGMOID": "fast"},
-    {"SIGMOID": "accurate"},
-    {"SOFTCAP": "absolute"},
-    {"BLOCK_Q": 128, "BLOCK_K": 128},
-    {"TMA": True},
-]
-OWN_OPTIONS = {
-    tuning.DKDV: [{"grad_key": None}, {"grad_value": None}],
-    tuning.DQ: [{"grad_query": None, "grad_bias": "*fp32"}],
-}
-SMALL = tuning.Config(64, 32, 4, 1)  # compiled three times as fast
 PAGES = {"block_table": "*i32", "left_padding": "*i32", "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
 
 
@@ -52,11 +27,9 @@ def products_are_asynchronous(*case, **changes):
 
 
 TABLES = [(90, 64, True, k) for k in KERNELS] + [(80, 128, True, tuning.FWD), (100, 64, False, tuning.FWD)]
-FLOAT32 = []
 if EVERYTHING:
     groups = [(a, d, causal) for a in SHARED for d in DIMS for causal in (False, True)]
     TABLES = [(*group, k) for group in groups for k in kernels(*group[:2], "bfloat16")]
-    FLOAT32 = [(*group, k) for group in groups for k in kernels(*group[:2], "float32")]
 
 
 @pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), TABLES)
@@ -98,13 +71,6 @@ def test_masks_on_hopper(mask, kernel, d, dtype):
     assert report.loops[0].spills <= 2, report
     if dtype == "bf16":
         assert report.programs >= {0: 2, 128: 4, 168: 3}[config.registers], report
-
-
-@pytest.mark.parametrize(("architecture", "d", "causal", "kernel"), FLOAT32)
-def test_float32(architecture, d, causal, kernel):
-    report = products_are_asynchronous(kernel, architecture, "float32", d, causal)
-    assert report.spills == 0, report
-    assert report.shared <= SHARED[architecture], report
 
 
 @pytest.mark.parametrize("kernel", KERNELS if EVERYTHING else [tuning.DQ])
@@ -151,36 +117,3 @@ def test_gluon_kernels(kernel, causal, normalize):
 def test_without_the_volatile_accumulator_products_are_serialised():
     config = tuning.Config(128, 64, 8, 3, "paired")
     assert static.compile_kernel(tuning.FWD, 90, "bfloat16", 64, False, config, WGMMA=False).advisories
-
-
-def options_of_hopper(dtype, head_dim):
-    """Return every kernel with every option, and with heads of two sizes, full and causal."""
-    widths = {"D": head_dim - 8, "DV": head_dim}
-    shift = {"number": "number", "tensor": "tensor", "length": "length"} if dtype == "float16" else {}
-    return [
-        (kernel, dtype, head_dim, causal, {"SHIFT": shift.get(option.get("BIAS", "number"), "none"), **option})
-        for kernel in kernels(90, head_dim, dtype)
-        for option in [*OPTIONS, widths, *OWN_OPTIONS.get(kernel, [])]
-        for causal in (False, True)
-    ]
-
-
-SCORE = {"MASK": "added", "NEED_MASK": "stored", "BIAS": "tensor", "SHIFT": "tensor", "grad_bias": "*fp32"}
-MORE = {"SLOPES": True, "grad_slopes": "*fp32", "HAS_LEFT": True, "SOFTCAP": "relative", "DROPOUT": True, "GROUP": 4}
-TOGETHER = (
-    {**SCORE, **MORE},
-    {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},
-    {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast"},
-    {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72},
-    {"BLOCK_Q": 128, "BLOCK_K": 128},
-)
-HOPPER = [(*case[:4], None, case[4]) for t in ("bfloat16", "float16") for d in DIMS for case in options_of_hopper(t, d)]
-HOPPER += [(k, "float16", 64, True, SMALL, options) for options in TOGETHER for k in KERNELS]
-HOPPER += [(k, "float32", 64, True, None, {"PRECISION": "tf32"}) for k in KERNELS]
-if not EVERYTHING:  # one option at random, many at once, and TF32
-    HOPPER = [*random.sample(HOPPER[:-18], 1), HOPPER[-17], HOPPER[-1]]
-
-
-@pytest.mark.parametrize(("kernel", "dtype", "d", "causal", "config", "options"), HOPPER)
-def test_options_on_hopper(kernel, dtype, d, causal, config, options):
-    products_are_asynchronous(kernel, 90, dtype, d, causal, config, **options)
