@@ -1,8 +1,10 @@
-"""Conversion of small models: the statistics against float64, and the report against the model itself."""
+"""Conversion with batches: the report against the model itself. (The fit: test_fit.py.)"""
 
 import copy
 import dataclasses
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +98,12 @@ def test_a_model_converted_in_inference_mode_trains():
         convert(model, batches, loss=loss)
     loss(model.train(), batches[0]).backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "bias" in name)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_the_example_of_a_trained_sentence_encoder(capsys):
+    """Where the packages with all-MiniLM-L6-v2 are installed."""
+    pytest.importorskip("all_minilm_l6_v2")
+    pytest.importorskip("sentence_transformers")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "convert_embeddings.py"), run_name="__main__")
+    assert float(capsys.readouterr().out.rpartition("least ")[2]) > 0.999
