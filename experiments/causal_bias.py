@@ -265,17 +265,20 @@ def _bits(data: Sequence[Row], architecture: str, rule: str, half: bool) -> list
 
 def _draw(data: Sequence[Row], architectures: Sequence[str]) -> Any:
     """Draw the bits at the training length less those of softmax with the same seed."""
-    figure, axes = drawing.axes_grid(len(architectures), width=4.6)
+    figure, axes = drawing.axes_grid(len(architectures))
+    rules = [rule for rule in RULES[1:] if any(_bits(data, a, rule, False) for a in architectures)]
     for axis, architecture in zip(axes, architectures, strict=True):
-        softmax, *others = (_bits(data, architecture, rule, False) for rule in RULES)
-        gaps = {
-            f"{'' if rule in OFFSETS else 'sigmoid, '}{rule}": [b - a for a, b in zip(softmax, values, strict=True)]
-            for rule, values in zip(RULES[1:], others, strict=True)
-            if values
-        }
+        softmax = _bits(data, architecture, SOFTMAX, False)
+        gaps = {}
+        for rule in rules:
+            bits = _bits(data, architecture, rule, False) or [math.nan] * len(softmax)
+            name = rule if rule in OFFSETS else f"sigmoid, {rule}"
+            gaps[name] = [b - a for a, b in zip(softmax, bits, strict=True)]
         drawing.plot_seeds(axis, gaps)
         axis.axvline(0, color=drawing.COLOUR_OF["softmax"])
-        axis.set(title=architecture, xlabel="held-out bits per byte above softmax")
+        axis.set(title=architecture, xlabel="bits per byte above softmax")
+        axis.tick_params(labelleft=axis is axes[0])
+        axis.locator_params(axis="x", nbins=4)
     return figure
 
 

@@ -14,6 +14,7 @@ SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#8c510a", "#999999")
 OTHER_COLOURS = ("#0072b2", "#cc79a7", "#56b4e9", "#000000", "#332288", "#44aa99")
 LINE_STYLES = ("-", ":", "-.")  # for as many rounds of the colours
 BAND = "mean; band: lowest to highest"
+WIDTH = 8.7  # inches of the text of a page; a wider figure would be shown smaller, with labels that are hard to read
 
 
 def variant_colours(names: Iterable[str]) -> dict[str, str]:
@@ -43,10 +44,13 @@ def band_legend(axes: Any, **options: Any) -> None:
 
 
 def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, list[Any]]:
-    """Return a figure and a list of its ``rows`` × ``columns`` axes, row by row; width and height are of each."""
+    """Return a figure and a list of its ``rows`` × ``columns`` axes, row by row.
+
+    Width and height are of each axis; the figure is at most ``WIDTH`` wide.
+    """
     from matplotlib.figure import Figure  # here: half a second, which commands that draw nothing need not wait for
 
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure = Figure(figsize=(min(width * columns, WIDTH), height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for a in axes:
         a.grid(alpha=0.25)

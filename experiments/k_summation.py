@@ -130,7 +130,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
         data.append({**labels, **measured, **error})
     data.sort(key=lambda row: (ACTIVATIONS.index(row["activation"]), row["seed"], row["step"]))
     at = sorted({row["step"] for row in data})
-    figure, axes = drawing.axes_grid(5)
+    figure, axes = drawing.axes_grid(3, 2, height=3.0)
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}  # curves are everywhere in the axes
     for axis, activation in zip(axes, ACTIVATIONS, strict=False):
         for q, shade in zip(QUANTILES, (0.3, 0.5, 0.7, 1.0), strict=True):
@@ -141,12 +141,13 @@ def measure_weights_over_training(setting: Setting) -> Result:
         drawing.band_legend(axis, ncols=2, **below)
     axes = axes[len(ACTIVATIONS) :]
     titles = {"weights_norm": "‖P‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
-    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+    for axis, (key, title) in zip(axes, titles.items(), strict=False):
         for activation in ACTIVATIONS:
             over_steps = [select(data, key, activation=activation, step=s) for s in at]
             drawing.plot_band(axis, at, over_steps, activation, drawing.COLOUR_OF[activation])
         axis.set(xlabel="step", title=title)
     drawing.band_legend(axes[0], ncols=2, **below)
+    axes[-1].set_axis_off()
     sparsity = {a: [select(data, "sparsity", activation=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
     rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
     return Result(("", "sparsity, first", "sparsity, last"), rows, data, figure)
@@ -203,23 +204,20 @@ def plot_weights_of_samples(setting: Setting) -> Result:
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
         data.append({**labels, **blocks, **error})
     at = sorted({row["step"] for row in data})
-    figure, axes = drawing.axes_grid(2 * samples, len(at), width=0.9, height=1.0)
-    for i, step in enumerate(at):
-        for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
-            # clip the colour scale, because a few large weights would make all others of softmax invisible
-            most = float(maps[activation, step].flatten().quantile(0.995))
-            for axis, weights in zip(axes[i * 2 * samples + j :: 2], maps[activation, step], strict=False):
-                axis.imshow(weights.tolist(), cmap=colours, vmin=0, vmax=most)
-                axis.set(xticks=[], yticks=[])
-                axis.grid(visible=False)
-                axis.set_xlabel(f"0 to {most:.2g}", fontsize=5)
-                if not i:
-                    axis.set_title(activation, fontsize=6)
-        axes[i * 2 * samples].set_ylabel(f"step {step}", fontsize=7)
+    figure, axes = drawing.axes_grid(samples, 2 * len(at), width=1.1, height=1.05)
+    for i, (step, (activation, colours)) in enumerate(itertools.product(at, MAP_COLOURS.items())):
+        # clip the colour scale, because a few large weights would make all others of softmax invisible
+        most = float(maps[activation, step].flatten().quantile(0.995))
+        row = axes[i * samples : (i + 1) * samples]
+        for axis, weights in zip(row, maps[activation, step], strict=True):
+            axis.imshow(weights.tolist(), cmap=colours, vmin=0, vmax=most)
+            axis.set(xticks=[], yticks=[])
+            axis.grid(visible=False)
+        row[0].set_ylabel(f"{activation}\nstep {step:,}\n0 to {most:.2g}", fontsize=9)
     figure.suptitle(
-        f"Attention weights of {samples} samples: rows are queries, columns keys; white is 0, the darkest colour "
-        "the number below a map and more (the 99.5 % quantile of its kind and step)",
-        fontsize=8,
+        f"Attention weights of {samples} samples, one a column: rows are queries, columns are keys.\nWhite is 0, and "
+        "the darkest colour is the number at the left and more (the 99.5 % quantile of the row)",
+        fontsize=10,
     )
     sparsity = {a: [select(data, "upper_left", activation=a, step=s) for s in at] for a in ACTIVATIONS}
     rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]

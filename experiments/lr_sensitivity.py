@@ -131,7 +131,7 @@ def compare_norms(setting: Setting) -> Result:
     for axis, change in zip(axes, CHANGES, strict=True):
         for activation in ("softmax", "sigmoid"):
             found.plot(axis, f"{activation}, {change}, κ = {last}", activation, drawing.COLOUR_OF[activation])
-        axis.set_title(f"QK-norm and LayerScale: {change}")
+        axis.set_title("QK-norm and LayerScale" if change == "both" else change)
     axes[0].set_ylabel(f"held-out loss, κ = {last}")
     drawing.band_legend(axes[0])
     return found.result("variant", figure)

@@ -7,7 +7,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +18,11 @@ from experiments.summaries import SUMMARIES
 from sigattn.data.dataset import DataError
 
 INTRODUCTION = (
-    "Intervals are 95 % (Welch; in conversion, causal-bias and causal-bias-larger (against softmax), embeddings and "
-    "sigma-accuracy paired by seed). "
-    'Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
-    'it lies outside; "equivalent": the interval lies within the tolerance and excludes 0. '
-    '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'
+    "A claim of equality **agrees** if the whole 95 % interval of the difference lies within a tolerance and contains "
+    "0. It is **equivalent** if the interval lies within the tolerance without 0, and **differs** if it lies outside. "
+    "A claim **depends** if a choice decides that the paper does not state. It is **not shown** if this scale and "
+    "these seeds do not decide. Intervals are Welch's; in conversion, causal-bias and causal-bias-larger (against "
+    "softmax), embeddings and sigma-accuracy they are paired by seed."
 )
 
 
@@ -43,6 +43,8 @@ class Page:
         kind: see ``Experiment``. longer, more_seeds, identities: see ``Setting``.
         extends: origins of the pages whose results are among the data, the earliest first (``read_stored``).
         figure_seeds: seeds of the runs that the figure shows, as a sentence, if they are not all.
+        conclusion: the result in a sentence, with which the page begins. Somebody who has read the findings writes it
+            into page.json; new findings have none, and other verdicts remove it.
     """
 
     name: str
@@ -64,6 +66,17 @@ class Page:
     identities: dict[str, str] = field(default_factory=dict)
     extends: list[dict[str, Any]] = field(default_factory=list)
     figure_seeds: str = ""
+    conclusion: str = ""
+
+    @property
+    def summary(self) -> str:
+        """What was done, without a final point."""
+        return SUMMARIES.get(self.name, self.title)
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The verdict on each claim."""
+        return [f["verdict"] for f in self.findings]
 
     @property
     def extent(self) -> str:
@@ -171,7 +184,8 @@ def judge_again(folder: Path) -> list[Page]:
         experiment, page_folder = find_experiment(page.name), folder / page.name
         findings = _judge(experiment, (page_folder / "data.jsonl").read_text().splitlines(), page.scale)
         about = {"title": experiment.title, "source": experiment.source, "kind": experiment.kind}
-        _store(page_folder, Page(**{**asdict(page), **about, "findings": findings}))
+        judged = Page(**{**asdict(page), **about, "findings": findings})
+        _store(page_folder, judged if judged.verdicts == page.verdicts else replace(judged, conclusion=""))
     pages = read_pages(folder)
     if not pages:
         missing = f"{folder} holds no page (NAME/page.json)" if folder.is_dir() else f"no such folder: {folder}"
@@ -187,13 +201,15 @@ def read_pages(folder: Path) -> list[Page]:
 
 def page_markdown(w: Page) -> str:
     """Return a page as Markdown: a sentence, the figure, the table, the verdicts, and how they were made."""
-    lines = [f"# {w.title}", "", f"{SUMMARIES.get(w.name, w.title)}: {_verdicts(w.findings)}."]
+    lines = [f"# {w.title}", "", w.conclusion or f"{w.summary}: {_of_claims(w.verdicts)}."]
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
         lines += ["", w.figure_seeds] if w.figure_seeds else []
     lines += ["", markdown_table(w.columns, w.rows), "", "## Verdicts", ""]
     lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
-    lines += ["", "## Set-up", "", f"{w.source}. {w.extent}"]
+    lines += ["", "## Set-up", ""]
+    lines += [f"{w.summary}.", ""] if w.conclusion else []
+    lines += [f"{w.source}. {w.extent}"]
     if w.differs:
         lines += ["", f"Differs from the paper's set-up: {w.differs}."]
     if w.data:
@@ -215,16 +231,20 @@ IN_WORDS: dict[str, tuple[str, str]] = {
 }
 
 
-def _verdicts(findings: Sequence[dict[str, str]]) -> str:
+def _counted(verdicts: Iterable[str]) -> str:
+    """Return the number of each verdict: ``4 agree, 1 differs and 1 is not shown``."""
+    counts = Counter(verdicts)
+    *first, last = [f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v]] or ["none is judged"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _of_claims(verdicts: Sequence[str]) -> str:
     """Return the number of claims of each verdict: ``of 6 claims 4 agree, 1 differs and 1 is not shown``."""
-    counts = Counter(f["verdict"] for f in findings)
-    if len(counts) == 1:
-        ((verdict, number),) = counts.items()
+    if len(set(verdicts)) == 1:
+        number = len(verdicts)
         together = {1: "the claim", 2: "both claims"}.get(number, f"all {number} claims")
-        return f"{together} {IN_WORDS[verdict][number > 1]}"
-    *first, last = [f"{counts[v]} {IN_WORDS[v][counts[v] > 1]}" for v in VERDICTS if counts[v]] or ["are judged"]
-    together = f"{', '.join(first)} and {last}" if first else last
-    return f"of {len(findings)} claims {together}"
+        return f"{together} {IN_WORDS[verdicts[0]][number > 1]}"
+    return f"of {len(verdicts)} claims {_counted(verdicts)}"
 
 
 def _origin(about: dict[str, Any]) -> str:
@@ -248,19 +268,22 @@ def _command(experiment: Experiment, setting: Setting) -> str:
 KINDS: dict[Kind, str] = {
     "paper": "The paper's claims",
     "beyond": "Claims beyond the paper",
-    "timing": "Timings of this machine",
+    "timing": "Timings of one machine",
 }
 
 
 def count_verdicts(pages: Sequence[Page]) -> str:
     """Return the number of findings of each kind and verdict, as text."""
-    counts = Counter((page.kind, f["verdict"]) for page in pages for f in page.findings)
-    parts = []
-    for kind, title in KINDS.items():
-        by_verdict = [f"{counts[kind, verdict]} {verdict}" for verdict in VERDICTS if counts[kind, verdict]]
-        if by_verdict:
-            parts.append(f"{title}: {'; '.join(by_verdict)}.")
-    return " ".join(parts)
+    verdicts = {kind: [v for page in pages if page.kind == kind for v in page.verdicts] for kind in KINDS}
+    return " ".join(f"{title}: {_counted(verdicts[kind])}." for kind, title in KINDS.items() if verdicts[kind])
+
+
+def _finding(page: Page) -> str:
+    """Return a page's result in a sentence and its numbers of verdicts, or all its verdicts if it has no sentence."""
+    if not page.conclusion:
+        return "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in page.findings)
+    claims = _of_claims(page.verdicts)
+    return f"{page.conclusion}<br>{claims[0].upper()}{claims[1:]}."
 
 
 def findings_table(pages: Sequence[Page]) -> str:
@@ -270,16 +293,12 @@ def findings_table(pages: Sequence[Page]) -> str:
     parts = ["# Results", "", count_verdicts(pages), "", INTRODUCTION]
     for kind, title in KINDS.items():
         rows = [
-            (
-                f"[{page.title}]({page.name}/page.md)",
-                page.source,
-                "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in page.findings),
-            )
+            (f"[{page.title}]({page.name}/page.md)", page.source, _finding(page))
             for page in ordered
             if page.kind == kind
         ]
         if rows:
-            parts += ["", f"## {title}", "", markdown_table(("experiment", "in the paper", "findings"), rows)]
+            parts += ["", f"## {title}", "", markdown_table(("experiment", "in the paper", "finding"), rows)]
     return "\n".join(parts) + "\n"
 
 

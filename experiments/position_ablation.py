@@ -58,10 +58,10 @@ def compare_positions(setting: Setting) -> Result:
     """Train all variants and compare their losses and attention norms."""
     recipes = variants(setting)
     outcomes = sweep.train_variants(setting, recipes)
-    figure, axes = drawing.axes_grid(len(POSITIONS), 2)
+    figure, axes = drawing.axes_grid(2, len(POSITIONS), height=2.6)
     rows, data = [], []
     for i, name in enumerate(POSITIONS):
-        loss_axis, norm_axis = axes[i], axes[len(POSITIONS) + i]
+        loss_axis, norm_axis = axes[2 * i : 2 * i + 2]
         finals = {}
         for activation, variant in (("softmax", name.partition(",")[0]), ("sigmoid", name)):
             found, colour = outcomes[f"{activation}, {variant}"], drawing.COLOUR_OF[activation]
@@ -78,7 +78,7 @@ def compare_positions(setting: Setting) -> Result:
         loss_axis.set_title(f"{name.partition(',')[0]}, b = {bias:g}")
         norm_axis.set(yscale="log", xlabel="step")
     axes[0].set_ylabel("training loss, nats")
-    axes[len(POSITIONS)].set_ylabel("‖P V‖")
+    axes[1].set_ylabel("‖P V‖")
     drawing.band_legend(axes[0])
     return Result(("position", "", "final training loss", "norm, first", "norm, last"), rows, data, figure)
 

@@ -92,16 +92,17 @@ class SpeechTable(ablation.Ablation):
     def plot(self, data: Sequence[Row]) -> Figure:
         """Plot each seed of each variant: errors at the lengths of training, errors of longer strings, and spikes."""
         errors, longest, spikes = (self.values(data, metric) for metric in ("", LONGEST, SPIKES))
-        figure, axes = drawing.axes_grid(3, width=3.8, height=1.0 + 0.25 * len(errors))
+        figure, axes = drawing.axes_grid(3, height=1.0 + 0.28 * len(errors))
         for axis, values in zip(axes, (errors, longest, spikes), strict=True):
             drawing.plot_seeds(axis, values)
-        ticks = (2, 5, 10, 20, 50, 100)
         for axis, part in zip(axes, (f"to {DIGITS[-2]} digits", _parts(data)[-1]), strict=False):
-            axis.set(xscale="log", xlabel=f"{self.label}, {part}")
-            axis.set_xticks(ticks, list(map(str, ticks)))
+            axis.set(xscale="log", xlabel=f"{self.label},\n{part}")
+            low, high = axis.get_xlim()
+            ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.set_xticks((), minor=True)
         for axis in axes[1:]:
-            axis.set_yticklabels(())
+            axis.tick_params(labelleft=False)
         axes[2].set_xlabel("gradient spikes")
         return figure
 

@@ -123,7 +123,7 @@ def measure_attention_times(setting: Setting) -> Result:
         axis.set(xscale="log", xlabel="tokens n", title=mask)
     axes[0].set_ylabel("time saved compared with softmax, %")
     axes[0].legend(frameon=False)
-    return Result(("", "", *(f"n = {n:,}" for n in lengths)), rows, data, figure)
+    return Result(("mask", "time saved", *(f"n = {n:,}" for n in lengths)), rows, data, figure)
 
 
 def _gains(data: Sequence[Row], causal: bool, which: str) -> list[float]:

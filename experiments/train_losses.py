@@ -87,7 +87,7 @@ def compare_training_losses(setting: Setting) -> Result:
 
 def _plot_curves(outcomes: dict[str, list[sweep.Outcome]], tasks: Collection[str]) -> Figure:
     """Plot the training losses of each task over the steps."""
-    figure, axes = drawing.axes_grid(3, (len(tasks) + 2) // 3)
+    figure, axes = drawing.axes_grid(2, (len(tasks) + 1) // 2)
     for axis, task in zip(axes, tasks, strict=False):
         for activation in ACTIVATIONS:
             runs = [o.rows for o in outcomes[f"{activation}, {task}"]]

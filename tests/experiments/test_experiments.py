@@ -403,6 +403,29 @@ class TestCommittedPages:
         for path in copy.rglob("*.*"):
             assert path.read_text() == (self.folder / path.relative_to(copy)).read_text(), path.name
 
+    def test_tables_of_ablations_follow_from_the_data(self):
+        pages_of = {page.name: page for page in pages.read_pages(self.folder)}
+        ablations = {n: e.run for n, e in EXPERIMENTS.items() if isinstance(e.run, Ablation) and n in pages_of}
+        assert len(ablations) > 10
+        for name, ablation in ablations.items():
+            lines = (self.folder / name / "data.jsonl").read_text().splitlines()
+            columns, rows = ablation.table([json.loads(line) for line in lines])
+            assert ([*columns], [[*row] for row in rows]) == (pages_of[name].columns, pages_of[name].rows), name
+
+    def test_a_page_begins_with_its_conclusion_which_other_verdicts_remove(self, tmp_path):
+        for page in pages.read_pages(self.folder):
+            assert page.conclusion.endswith("."), f"{page.name}: write the result in a sentence into page.json"
+            assert len(page.conclusion.split()) <= 31, page.name
+            assert (self.folder / page.name / "page.md").read_text().splitlines()[2] == page.conclusion
+        shutil.copytree(self.folder / "flops", tmp_path / "flops")
+        path = tmp_path / "flops" / "page.json"
+        (page,) = pages.judge_again(tmp_path)
+        assert page.conclusion
+        path.write_text(path.read_text().replace('"agrees"', '"differs"'))
+        (page,) = pages.judge_again(tmp_path)
+        assert (page.verdicts, page.conclusion) == (["agrees"], "")
+        assert "per token and head: the claim agrees.\n" in (tmp_path / "flops" / "page.md").read_text()
+
     def test_the_counts_and_undecided_claims_are_in_the_text(self):
         """docs/reproduce.md has a reason for each claim of the paper that is not shown."""
         every = pages.read_pages(self.folder)
