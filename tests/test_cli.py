@@ -88,12 +88,24 @@ def test_info(capsys):
 
 
 def test_a_terminal_without_unicode(monkeypatch):
-    """Characters that it lacks are replaced; they raised UnicodeEncodeError."""
+    """Characters that it lacks are spelled in ASCII; they raised UnicodeEncodeError."""
     screen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
     with exit_on_errors("sigattn"):
-        print("σ 1 ± 2", flush=True)
-    assert screen.getvalue() == b"? 1 ? 2\n"
+        print("σ 1 ± 2 ≤ 3 …", flush=True)
+    assert screen.getvalue() == b"sigma 1 +- 2 ? 3 ...\n"
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "train lm-1b-2k", ""])
+def test_help_fits_a_terminal_of_80_columns(command, monkeypatch, capsys):
+    """Lines are broken between words; a usage line is one word."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("usage: ")]
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 80
 
 
 def test_recipes_fit_a_terminal_of_80_columns(monkeypatch, capsys):

@@ -2,15 +2,15 @@
 
 Functions::
 
-    sigmoid_attention         dense attention, with the arguments of F.scaled_dot_product_attention and more
-    sigmoid_varlen_attention  packed sequences, with the first arguments of torch.nn.attention.varlen.varlen_attn
-    sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged, that is appended to in place
+    sigmoid_attention         dense attention, with F.scaled_dot_product_attention's arguments
+    sigmoid_varlen_attention  packed sequences
+    sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged
     attention_statistics      row mass, output norm, largest logit and sparsity of a call
-    FLOP_FORMULAS             for torch.utils.flop_counter.FlopCounterMode(custom_mapping=sigattn.FLOP_FORMULAS)
+    FLOP_FORMULAS             for PyTorch's FlopCounterMode(custom_mapping=…)
     log_length_bias           -log n, the paper's rule for b
     convert, restore          softmax models converted to sigmoid attention, and loaded
     backend                   context that chooses the backend of the calls within it
-    set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
+    set_sigmoid_precision     exact or fast σ; get_sigmoid_precision returns the setting
 
 Packages, imported at first use (``import sigattn; sigattn.nn.Attention``)::
 

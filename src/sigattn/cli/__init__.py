@@ -31,12 +31,12 @@ __all__ = ["main"]
 
 
 def show_info() -> None:
-    """Print versions, devices, and the dtypes that each backend supports, with the reason for each unsupported one."""
+    """Print versions, devices, and what each backend supports on this machine."""
     print(info.describe())
 
 
 def train_help() -> None:
-    """Train a recipe: sigattn train NAME --help lists every setting; sigattn recipes lists the names."""
+    """Train a recipe: sigattn recipes lists their names."""
 
 
 COMMANDS: dict[str, Callable[..., object]] = {
@@ -55,8 +55,8 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "theory": check_theory,
 }
 DESCRIPTION = (
-    "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command, ``sigattn --version`` prints "
-    "the version."
+    "Sigmoid self-attention for PyTorch. sigattn COMMAND --help lists the arguments of a command, sigattn --version "
+    "prints the version."
 )
 
 

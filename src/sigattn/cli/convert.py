@@ -63,7 +63,7 @@ class ConvertConfig:
 
 
 def convert_run(options: ConvertConfig) -> None:
-    """Convert a softmax model to sigmoid attention with a fitted bias, and fine-tune it if wanted."""
+    """Convert a softmax model to sigmoid attention, and fine-tune it if wanted."""
     if init_process_mesh().world_size > 1:
         raise SettingsError("sigattn convert runs on one process: start it without torchrun")
     source = options.source

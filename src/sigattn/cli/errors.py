@@ -6,6 +6,7 @@ Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be 
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -21,6 +22,19 @@ MEMORY_ADVICE = (
     "lower the size of batches, models or sequences, or the number of workers; in training, grad_accum_steps and "
     "checkpoint_activations lower what a batch takes"
 )
+# of the texts of --help and of reports, for a terminal without Unicode
+IN_ASCII = {"σ": "sigma", "α": "alpha", "κ": "kappa", "μ": "mu", "√": "sqrt", "·": "*", "•": "-", "−": "-", "→": "->"}
+IN_ASCII |= {"±": "+-", "²": "^2", "‖": "|", "…": "..."}
+
+
+def _spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return characters that an encoding lacks in ASCII; ? for those without a spelling."""
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(IN_ASCII.get(character, "?") for character in missing), error.end
+
+
+codecs.register_error("sigattn.ascii", _spell_in_ascii)
 
 
 @contextmanager
@@ -28,7 +42,7 @@ def exit_on_errors(program: str) -> Iterator[None]:
     """Exit with a code and one line for the errors of a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead
+            stream.reconfigure(errors="sigattn.ascii")
     try:
         yield
     except BrokenPipeError:  # the reader of the output has exited, for example head

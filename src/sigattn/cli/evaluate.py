@@ -24,7 +24,7 @@ from sigattn.validation import SettingsError, check_at_least, check_seed
 
 
 def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
-    """Evaluate a run's saved model, or else its last checkpoint, on the held-out data.
+    """Evaluate a run's model, or else its last checkpoint, on the held-out data.
 
     Args:
         folder: folder of the run.
@@ -51,7 +51,7 @@ def generate(
     stop: str = "",
     seed: int = 0,
 ) -> None:
-    """Continue a text with a run's language model, up to the tokenizer's end-of-document token.
+    """Continue a text with a run's language model, up to the end of the document.
 
     Args:
         folder: folder of the run.
@@ -86,7 +86,7 @@ def generate(
 
 
 def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
-    """Report the top-1 accuracy of a linear classifier on the features of a run's vision model.
+    """Report the top-1 accuracy of a linear probe on a run's vision model.
 
     Args:
         folder: folder of the run.
@@ -111,7 +111,7 @@ def probe(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = 
 
 
 def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, tyro.conf.Positional], /) -> None:
-    """Write a run's language model into a folder that transformers can load (AutoModelForCausalLM).
+    """Write a run's language model into a folder that transformers can load.
 
     Args:
         folder: folder of the run.
@@ -136,7 +136,7 @@ def lm_eval(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> None:
-    """Evaluate a run's language model with lm-evaluation-harness, by default on the paper's nine tasks.
+    """Evaluate a run's language model with lm-evaluation-harness.
 
     Args:
         folder: folder of the run.

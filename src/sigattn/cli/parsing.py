@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import inspect
 import io
+import shutil
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +62,15 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
         return parser()  # parse again to print the output that was suppressed in the first call
 
 
+def wrap(text: str) -> str:
+    """Break the lines of a description between words at the width of the terminal, which tyro does not.
+
+    The indent keeps tyro from joining them again.
+    """
+    fill = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ", break_on_hyphens=False).fill
+    return "\n".join(map(fill, text.splitlines()))
+
+
 def run_command(
     commands: Mapping[str, Callable[..., object]] | Callable[..., object],
     arguments: Sequence[str],
@@ -67,7 +78,7 @@ def run_command(
     description: str | None = None,
 ) -> None:
     """Parse the arguments of a program that is one command or has several by name, and run the command."""
-    settings: dict[str, Any] = {"prog": program, "description": description, "args": arguments}
+    settings: dict[str, Any] = {"prog": program, "description": description and wrap(description), "args": arguments}
     settings["config"] = (tyro.conf.OmitArgPrefixes,)
     if callable(commands):
         call = parse(lambda: tyro.cli(_bind(commands), **settings))

@@ -9,7 +9,7 @@ from sigattn.validation import check_at_least
 
 
 def check_theory(limit: int = 50_000, longest: int = 8) -> None:
-    """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores).
+    """Check the statements of the theory by computation (1 to 2 minutes on 2 cores).
 
     Args:
         limit: largest number of tokens (inputs times sequence length) of an enumerated contextual mapping.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from sigattn.cli.parsing import parse
+from sigattn.cli.parsing import parse, wrap
 from sigattn.cli.runs import TrainingProgress, check_run_folder, run_training, write_run
 from sigattn.demo import report
 from sigattn.demo import training as demo
@@ -25,9 +25,9 @@ from sigattn.validation import check_at_least
 def train_recipe(arguments: list[str]) -> None:
     """Run ``sigattn train NAME [--tiny] [--softmax] [--field value …]``."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: sigattn train NAME [--tiny] [--softmax] [--data PATH] [--folder PATH] [--resume] [settings]\n")
-        print("names: " + ", ".join(RECIPES))
-        print("sigattn train NAME --help lists every setting; sigattn recipes describes the names")
+        print("usage: sigattn train NAME [--tiny] [--softmax] [--data PATH] [settings]\n")
+        print(wrap("names: " + ", ".join(RECIPES)))
+        print("\nsigattn train NAME --help lists every setting, sigattn recipes the names.")
         sys.exit(0 if arguments[:1] in (["--help"], ["-h"]) else 2)
     name, *rest = arguments
     for form in ("tiny", "softmax"):
@@ -61,7 +61,7 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
         fields.append((name, type(settings), dataclasses.field(default=settings)))
     kind = dataclasses.make_dataclass("Train", fields, frozen=True, kw_only=True)
     text = f"{recipe.documentation()}\n\nWith --tiny it is the small form for a CPU; with --softmax the attention "
-    text += "is softmax."
+    text = wrap(f"{text}is softmax.")
     options: Any = parse(lambda: tyro.cli(kind, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
     check_at_least(0, options, "workers")
     return options
@@ -94,7 +94,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
 
 
 def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
-    """List all recipes with the columns of the paper's practitioner's guide, or describe one.
+    """List all recipes with the columns of the paper's guide, or describe one.
 
     Args:
         name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
@@ -116,7 +116,7 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
 
 
 def train_demo(options: demo.DemoConfig) -> None:
-    """Train one softmax and two sigmoid language models on text (about 4 minutes on 2 cores), and write a report."""
+    """Compare softmax and sigmoid language models in a report (4 minutes on 2 cores)."""
     folder = options.run_folder
     if options.resume and not any(list_checkpoints(folder / name / "checkpoints") for name in demo.MODELS):
         print(f"nothing to resume in {folder}: starting")

@@ -70,8 +70,8 @@ def flash_attn_with_kvcache(
 
     >>> k_cache, v_cache = torch.zeros(2, 2, 128, 4, 64).unbind()
     >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind()
-    >>> lengths = torch.tensor([5, 100])
-    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
+    >>> options = {"cache_seqlens": torch.tensor([5, 100]), "causal": True, "sigmoid_bias": -6.9}
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options).shape
     torch.Size([2, 1, 4, 64])
     """
     if return_softmax_lse:

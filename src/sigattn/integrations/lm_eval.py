@@ -2,7 +2,7 @@
 
 Commands::
 
-    sigattn lm-eval RUN                       # the nine tasks; needs access to the Hugging Face Hub for their data
+    sigattn lm-eval RUN       # the nine tasks; needs access to the Hugging Face Hub for their data
     sigattn lm-eval RUN --tasks lambada_openai --limit 100
 """
 

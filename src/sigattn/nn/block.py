@@ -24,10 +24,10 @@ class Block(nn.Module):
     Placements of the norms::
 
         pre      x + f(norm(x))
-        hybrid   x + norm₂(f(norm₁(x))): norm₂ bounds the outputs of sigmoid attention without a bias, or beyond 2048
-                 tokens
-        hybrid_attention   hybrid for the attention, pre for the feed-forward layer: the paper's speech models, where
-                 norm₂ replaces the attention's LayerScale
+        hybrid   x + norm₂(f(norm₁(x))): norm₂ bounds the outputs of sigmoid attention without a bias,
+                 or beyond 2048 tokens
+        hybrid_attention   hybrid for the attention, pre for the feed-forward layer: the paper's
+                 speech models, where norm₂ replaces the attention's LayerScale
         post     norm(x + f(x))
 
     f includes the output projection. LayerScale, dropout and stochastic depth come last on a branch.

@@ -186,8 +186,8 @@ def sigmoid_kvcache_attention(
 
     >>> key_cache, value_cache = torch.zeros(2, 2, 128, 4, 64).unbind()
     >>> query, key, value = torch.randn(3, 2, 1, 4, 64).unbind()
-    >>> lengths = torch.tensor([5, 100])
-    >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
+    >>> options = {"bias": -6.9, "cache_seqlens": torch.tensor([5, 100])}
+    >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, **options).shape
     torch.Size([2, 1, 4, 64])
     """
     if not isinstance(query, Tensor) and has_torch_function((query, key_cache, value_cache)):  # type: ignore[unreachable]

@@ -43,8 +43,8 @@ def backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: for another name; and within the context, by a call that the backend does not support.
 
-    >>> with backend("reference"):
-    ...     out, tangent = torch.func.jvp(nn.Linear(4, 2), (torch.ones(4),), (torch.ones(4),))  # or a model
+    >>> with backend("reference"):  # here a layer, or a model
+    ...     out, tangent = torch.func.jvp(nn.Linear(4, 2), (torch.ones(4),), (torch.ones(4),))
     """
     global compiled_backend
     validation.choice("sigattn.backend", "backend", name, BACKENDS, optional=False)
