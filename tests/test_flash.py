@@ -87,7 +87,7 @@ class Packed:
 
 
 @pytest.mark.parametrize(
-    ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(12 if b == "triton" else 36)]
+    ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(12 if b == "triton" else 27)]
 )
 def test_packed_sequences_match_the_formula(backend, number):
     """Output and gradients; in each way of a backend in turn."""

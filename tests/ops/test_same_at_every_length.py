@@ -8,7 +8,7 @@ import torch
 
 from sigattn import sigmoid_attention
 
-LENGTHS = (1, 2, 33, 64, 65, 130, 257, 400)
+LENGTHS = (1, 2, 33, 64, 65, 130, 400)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 LAYOUTS = {"contiguous": (0, 1, 2, 3), "heads of a projection": (0, 2, 1, 3), "length first": (1, 2, 0, 3)}
 OPTIONS = {
