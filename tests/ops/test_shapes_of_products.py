@@ -7,7 +7,7 @@ from sigattn import sigmoid_attention
 from sigattn.ops.blocked import tiles
 
 LENGTHS = range(500, 700, 10)
-# most shapes for these 20 lengths, and the option; without padding they are 80, and 515 and 290 of tiles in a window
+# most shapes for these 20 lengths, and the option; without padding each length has shapes of its own
 OPTIONS = {
     "plain": (60, lambda n: {}),
     "key_lengths": (60, lambda n: {"key_lengths": torch.tensor([n // 2 + 1])}),
