@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import sigattn.files
 from sigattn.data import images
 from sigattn.data.dataset import MAX_NAMED, DataError, UnreadableFiles, draw_samples, sample_generator
 from sigattn.data.images import Digits, ImageFolder
+from tests.test_mistakes import raising
 
 
 def test_order_passes_over_all_samples():
@@ -61,6 +63,9 @@ def test_hash_of_files(tmp_path, monkeypatch):
     files[0][1].write_bytes(b"contents")
     hashes.append(sigattn.files.files_sha256(files))
     assert len(set(hashes)) == 4
+    monkeypatch.setattr(Path, "open", raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(sigattn.files, "MAX_HASHED_BYTES", 1000)
+    assert sigattn.files.files_sha256(files) not in hashes
 
 
 class TestDigits:

@@ -149,12 +149,13 @@ class TestBatches:
         with pytest.raises(DataError, match="no held-out recording can be read"):
             list(Speech(missing[:3], missing[3:], CharTokenizer(ALPHABET)).validation(4))
 
-    def test_fingerprint_depends_on_contents(self, tmp_path):
+    def test_fingerprint_depends_on_texts_and_contents(self, tmp_path):
         path = tmp_path / "a.wav"
         path.write_bytes(b"RIFF and so on")
-        utterance = Utterance(((path, 0.0, 1.0),), "one", 1.0)
+        utterance, other = (Utterance(((path, 0.0, 1.0),), text, 1.0) for text in ("one", "two"))
         before = Speech([utterance], [], CharTokenizer("abc")).fingerprint
         assert Speech([utterance], [], CharTokenizer("abc")).fingerprint == before
+        assert Speech([other], [], CharTokenizer("abc")).fingerprint != before
         path.write_bytes(b"RIFF and so off")
         assert Speech([utterance], [], CharTokenizer("abc")).fingerprint != before
 

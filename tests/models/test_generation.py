@@ -62,11 +62,18 @@ def test_a_cache_changes_nothing(settings):
     ids=str,
 )
 def test_prompts_of_any_lengths(settings, lengths, new_tokens):
-    """Past the context of 24 tokens, each begins again from its last half."""
+    """Past the context of 24 tokens, each begins again."""
     model = model_of(settings)
     prompts = [torch.randint(11, (n,)) for n in lengths]
     for prompt, row in zip(prompts, model.generate(prompts, new_tokens, temperature=0.0), strict=True):
         assert torch.equal(row, greedy(model, prompt, new_tokens))
+
+
+def test_a_full_context_starts_again_from_its_last_half():
+    model, lengths = model_of({}), []
+    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.generate(torch.randint(11, (1, 24)), 4, temperature=0.0)
+    assert lengths == [24, 12, 1, 1]
 
 
 def test_stopping():

@@ -453,13 +453,15 @@ def test_one_process_at_a_time_writes_into_a_folder(finished, text):
             os.write(report, b"x")
             signal.pause()
     os.read(locked, 1)
-    for options in ({"resume": True}, {"config": replace(TRAIN, seed=1)}):
-        with pytest.raises(FolderInUseError, match="another process or thread is writing into the run folder"):
-            train(text, finished, **options)
-    assert contents(finished) | before == contents(finished)
-    assert contents(finished).keys() - before.keys() <= {finished / "run.lock"}
-    os.kill(child, signal.SIGKILL)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    try:
+        for options in ({"resume": True}, {"config": replace(TRAIN, seed=1)}):
+            with pytest.raises(FolderInUseError, match="another process or thread is writing into the run folder"):
+                train(text, finished, **options)
+        assert contents(finished) | before == contents(finished)
+        assert contents(finished).keys() - before.keys() <= {finished / "run.lock"}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     train(text, finished, resume=True)
     os.waitpid(child, 0)
 
