@@ -1,7 +1,5 @@
 """JSON files, hashes, checksums of folders, and errors of writes, with messages that name the file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

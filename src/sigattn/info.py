@@ -1,7 +1,5 @@
 """Report of versions, devices, and the dtypes that each backend supports on this machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 

@@ -1,7 +1,5 @@
 """Imports of optional packages, with errors that name the package to install."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata

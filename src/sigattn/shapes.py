@@ -4,8 +4,6 @@ They are jaxtyping's if jaxtyping has been imported before (the tests do so, and
 the plain tensor type, because the library itself depends on torch only.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 

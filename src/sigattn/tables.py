@@ -1,7 +1,5 @@
 """Tables of text on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 from rich import box

@@ -5,8 +5,6 @@ with the field's name and value if a value is out of range, infinite, NaN or not
 field that is None passes; every element of a tuple is checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from numbers import Integral, Real

@@ -1,7 +1,5 @@
 """Command-line interface: ``sigattn COMMAND --help`` lists the arguments of a command."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Command ``sigattn convert``."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

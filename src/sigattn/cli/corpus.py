@@ -1,7 +1,5 @@
 """Commands ``sigattn tokenizer`` and ``sigattn pack``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

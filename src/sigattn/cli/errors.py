@@ -4,8 +4,6 @@ Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be 
 143 after SIGTERM. The message of these errors is one line; any other exception is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import os

@@ -1,7 +1,5 @@
 """Commands ``sigattn evaluate``, ``generate``, ``probe``, ``export`` and ``lm-eval``: use of a trained run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Parsing of a command's arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

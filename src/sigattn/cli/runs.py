@@ -1,7 +1,5 @@
 """Run folders of ``sigattn train``: training in them and its progress, run.json, the tokenizer, and checksums."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Command ``sigattn theory``; ``docs/paper-notes.md`` explains every verdict other than "holds"."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from sigattn.theory.statements import check_all

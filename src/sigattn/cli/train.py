@@ -1,7 +1,5 @@
 """Commands ``sigattn train``, ``sigattn recipes`` and ``sigattn demo``."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Interface of the families of models to ``convert``, and models that none of them supports."""
 
-from __future__ import annotations
-
 import abc
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence

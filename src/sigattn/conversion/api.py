@@ -1,7 +1,5 @@
 """``convert``: turn a model's softmax attention into sigmoid attention."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

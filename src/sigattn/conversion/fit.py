@@ -6,8 +6,6 @@ differs from the fit, only its margin changes, because the sum cancels the rest.
 standard deviations of what the fit misses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Measurements of a fitted conversion on held-out batches, before the model is changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

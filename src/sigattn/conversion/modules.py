@@ -5,8 +5,6 @@ gets a subclass of its own class, whose forward runs as before while those funct
 (``nn/sigmoid_layer.py``). An ``nn.MultiheadAttention`` becomes a ``SigmoidMultiheadAttention``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Report of a conversion: every softmax and its outcome, and with batches the fit, errors and losses."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Loading of a converted model's state dict into a new softmax model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Readers of speech corpora in their original layouts: LibriSpeech, TED-LIUM v3, and the Free Spoken Digit Dataset."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Interface between data sets and the training loop, and sampling that depends on seed and step only."""
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence

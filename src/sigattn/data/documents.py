@@ -1,7 +1,5 @@
 """Documents of a text file, a folder, or a data set of Hugging Face."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

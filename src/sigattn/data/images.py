@@ -1,7 +1,5 @@
 """Images: scikit-learn's handwritten digits, and folders in ImageNet's layout, augmented by torchvision."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ A corpus of any size is packed once into a file of tokens, which is then memory-
 windows drawn from it, so that a run can be resumed exactly.
 """
 
-from __future__ import annotations
-
 import array
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Report of a comparison of runs: one self-contained HTML page with table, curves and samples."""
 
-from __future__ import annotations
-
 import html
 import io
 import math

@@ -7,8 +7,6 @@ below 2.2 bits per byte on held-out text; sigmoid with b = 0 starts with attenti
 large and ends clearly worse (Sect. 5, "Mitigating Large Attention Norms", and App. E).
 """
 
-from __future__ import annotations
-
 import functools
 import platform
 import warnings

@@ -1,7 +1,5 @@
 """Collectives for tensors whose shapes differ between processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ of weights. The next part is sent while the current one is used; in the backward
 passed on as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Distribution of a sequence's positions over processes, for context parallelism."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Context parallelism: self-attention over sequences whose positions are sharded over processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every process attends to its own positions, and one all-reduce adds the outputs 
 ``normalize``, as with softmax attention, the levels of the rows are exchanged first.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch import distributed as dist

@@ -21,8 +21,6 @@ Every function has five more arguments, after those of flash-attn:
 ``return_attn_probs=True`` is not supported, because a sigmoid has no log-sum-exp; see ``sigattn.attention_statistics``.
 """
 
-from __future__ import annotations
-
 from sigattn.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from sigattn.flash.kvcache import flash_attn_with_kvcache
 from sigattn.flash.padding import index_first_axis, pad_input, unpad_input

@@ -1,7 +1,5 @@
 """``flash_attn_func`` and its packed forms: a batch of sequences of one length (``sigattn.flash``)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from sigattn.flash import validation as flash_validation

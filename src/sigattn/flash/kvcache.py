@@ -1,7 +1,5 @@
 """``flash_attn_with_kvcache``: decoding with a key/value cache, as in flash-attn 2.8 (``sigattn.flash``)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from sigattn.flash import validation as flash_validation

@@ -1,7 +1,5 @@
 """Conversion of padded batches to packed sequences and back, as in ``flash_attn.bert_padding`` of flash-attn 2.8."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rotation of new queries and keys by flash-attn's tables of cosines and sines."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Validation of the arguments of ``sigattn.flash``, and their conversion for the operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``flash_attn_varlen_func`` and its packed forms: sequences of different lengths, unpadded (``sigattn.flash``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

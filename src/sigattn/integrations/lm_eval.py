@@ -6,8 +6,6 @@ Commands::
     sigattn lm-eval RUN --tasks lambada_openai --limit 100
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation token by token, for batches of prompts of any lengths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

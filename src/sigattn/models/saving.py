@@ -3,8 +3,6 @@
 ``SHA256SUMS`` has the checksums of both, which are checked when a model is loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Base class of the models, and recording of what their attention layers compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields

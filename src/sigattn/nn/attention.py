@@ -1,7 +1,5 @@
 """Multi-head attention layer with sigmoid, softmax or another activation that the paper compares (Sect. 5)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import NoneType

@@ -1,7 +1,5 @@
 """Batch normalisation of padded sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -12,8 +12,6 @@ With a KV cache, the number of keys grows from call to call. ``BatchLengthBias``
 so that a query's bias in generation differs from that in training. The other biases are the same in both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

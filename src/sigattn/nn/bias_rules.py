@@ -1,7 +1,5 @@
 """Names of biases in configurations."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from sigattn.nn.bias import (

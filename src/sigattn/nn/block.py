@@ -1,7 +1,5 @@
 """Transformer block with the norm structures that the paper compares."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ While training, all positions of a sample are shifted together (by up to ``max_g
 distances and generalises to longer sequences than those of its training.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Search for softmax in the code of a model's layers: every function that a layer's methods can reach."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools

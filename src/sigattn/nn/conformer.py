@@ -1,7 +1,5 @@
 """Conformer block (Gulati et al., 2020): feed-forward layer, attention, convolution, feed-forward layer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Evaluation mode of a model within a context."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

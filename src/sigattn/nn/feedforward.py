@@ -1,7 +1,5 @@
 """Feed-forward layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ClassVar, Literal
 

@@ -10,8 +10,6 @@ form, with free coefficients. Where b misses -lse - m by δ, the output is too l
 factor e^m, and corrects each row from its norm and direction: a large norm is partly a sign of a large δ.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

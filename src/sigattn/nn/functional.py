@@ -4,8 +4,6 @@
 element-wise activations materialise their weights; Performer is linear in the length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 

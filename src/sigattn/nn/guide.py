@@ -1,7 +1,5 @@
 """What the practitioner's guide recommends (App. "Practitioner's Guide", Table "practioners"), and for small models."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from sigattn.ops import scalars, validation

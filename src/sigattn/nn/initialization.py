@@ -1,7 +1,5 @@
 """Initialisation of weights as in the paper's recipes, and the learning rates of μP-simple."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Literal

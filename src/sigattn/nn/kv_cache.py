@@ -1,7 +1,5 @@
 """Key/value cache of a decoder's attention layers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

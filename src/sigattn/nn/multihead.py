@@ -1,7 +1,5 @@
 """``nn.MultiheadAttention`` and ``F.multi_head_attention_forward`` with sigmoid attention."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms over the features of a position."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

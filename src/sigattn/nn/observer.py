@@ -1,7 +1,5 @@
 """Observation of a layer's attention calls, before a conversion."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 in time linear in the length. The paper compares it with sigmoid attention in Fig. "attention relaxations".
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

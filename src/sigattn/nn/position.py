@@ -1,7 +1,5 @@
 """Positional encodings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

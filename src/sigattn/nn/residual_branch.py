@@ -1,7 +1,5 @@
 """Layers at the end of a residual branch: LayerScale and stochastic depth."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Search for softmax in one run of a model: every call and every operator, with the layer that is running."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import sys

@@ -1,7 +1,5 @@
 """Names of the calls that compute a softmax, shared by the search in code and the search in a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple

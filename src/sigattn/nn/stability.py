@@ -1,7 +1,5 @@
 """Warnings of combinations that the paper found hard to train, each given once per process."""
 
-from __future__ import annotations
-
 import warnings
 
 _warned: set[str] = set()

@@ -1,7 +1,5 @@
 """Bias of attention functions of other layers, which depends on the keys that their masks let queries see."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A logit of ``MASKED_BELOW`` or less is masked, and its weight exactly 0: masks a
 -1e4. A mask of -100, as in Swin, is a logit like others, as it is for softmax.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Public operator ``sigmoid_attention``: validates the arguments, makes a problem of them, and calls its op."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -6,8 +6,6 @@
 forward-mode tangent of zero without an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -6,8 +6,6 @@ The memory is that of the block lists plus one byte per weight of the blocks tha
 A mask is converted once (20 ms for 4,096 tokens on an H100), unless its lists or what ``mask_mod`` refers to change.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

@@ -5,8 +5,6 @@ broadcast. With ``enable_gqa`` the third dimension from the end, the heads, does
 heads are repeated to the number of query heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

@@ -10,8 +10,6 @@ checkpoints and hooks apply to it:
 Without anything between an op and its kernel, ``Operator.__call__`` calls that itself.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -4,8 +4,6 @@ The mask of weight (b, h, i, j) is a hash of (seed, b·Hq + h, i, j). Forward an
 although their tiles differ, every backend drops the same weights, and the mask is not stored.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

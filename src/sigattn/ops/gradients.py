@@ -1,7 +1,5 @@
 """Results of forward passes, and arguments and results of backward passes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ A cache consists of pages of keys; row b of ``block_table`` lists the pages of s
 for each sample.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

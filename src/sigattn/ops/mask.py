@@ -1,7 +1,5 @@
 """Attention masks that are Tensor subclasses: PyTorch's ``CausalBias`` is supported, others raise TypeError."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 tran
 (total length, H, D), the layout of the packed operator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

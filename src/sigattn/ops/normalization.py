@@ -10,8 +10,6 @@ and δ = dO · O:
     dS = W (1 - σ(S)) (dP - δ)        dV = Wᵀ dO
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

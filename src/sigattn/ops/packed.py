@@ -4,8 +4,6 @@
 read once at the beginning of a pass, which synchronises on an accelerator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

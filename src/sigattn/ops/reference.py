@@ -9,8 +9,6 @@ It stores the (B, Hq, N, M) matrix, computes in float32 or better, and consists 
 forward-mode and double differentiation, ``torch.func`` and ``vmap`` apply to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of scalar arguments to Python numbers: Python's, NumPy's, 0-d tensors, symbols of a traced graph."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of calls that do not specify them: the precision of σ, the backend, and autocast."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

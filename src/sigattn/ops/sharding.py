@@ -1,7 +1,5 @@
 """Rules by which DTensor shards the dense operator: over the batch or over heads, without communication."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -1,7 +1,5 @@
 """Statistics of an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.5)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

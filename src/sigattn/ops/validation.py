@@ -5,8 +5,6 @@ nor breaks a compiled graph. ``caller`` is the name of the public function; oper
 they have there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Public operator ``sigmoid_varlen_attention``: packed sequences of different lengths."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function

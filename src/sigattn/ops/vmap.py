@@ -1,7 +1,5 @@
 """Rules of ``torch.vmap``: calls for each slice, or for the dense operator one call with a larger batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

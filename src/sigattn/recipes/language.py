@@ -8,8 +8,6 @@ The paper does not say if its 7B model has the bias. The authors' configuration 
 default, and the 1B model in the row above it has it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

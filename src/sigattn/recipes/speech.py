@@ -5,8 +5,6 @@ have neither QK-norm nor LayerScale; the twins here drop QK-norm but keep LayerS
 attention only. With the front end that the text describes the conformer has 97M parameters, not the table's 104M.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sigattn.models.speech import SpeechModelConfig

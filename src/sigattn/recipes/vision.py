@@ -4,8 +4,6 @@ Values that the paper does not state (temperature and projector of SimCLR and BY
 the papers from which it took the recipes: MoCo v3, and He et al., 2022.
 """
 
-from __future__ import annotations
-
 from sigattn.data.images import Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import ModelConfig

@@ -1,7 +1,5 @@
 """Supervised classification, with label smoothing and mixup."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Speech recognition by connectionist temporal classification (Graves et al., 2006), decoded greedily."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Distillation: a model learns the outputs of a teacher next to its own objective (Hinton et al., 2015)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Language modelling: prediction of the next token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Masked autoencoding of images (He et al., 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Bias that makes sigmoid weights sum to one (App. E), and the rules that the paper derives from it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

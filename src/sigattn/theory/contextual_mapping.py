@@ -10,8 +10,6 @@ different indices l₁ < … < l_n, and the layers add to the first row of the t
 so that each token ends with a number that no other token of the sequence and no other sequence yields.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ Tokens are rows: φ(X) = activation(scale · X W_q (X W_k)ᵀ + b) X W_v. In thi
 A = scale · W_q W_kᵀ. (The paper writes W_qᵀ W_k, because its tokens are columns, and leaves the scale out.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

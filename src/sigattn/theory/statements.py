@@ -5,8 +5,6 @@ A verdict is "holds", "holds corrected" (the printed form fails, the form given 
 than "holds".
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

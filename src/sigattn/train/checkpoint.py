@@ -7,8 +7,6 @@ before anything is loaded. What the functions need of ``torch.distributed.checkp
 a second, which commands that read and write no checkpoint need not wait for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

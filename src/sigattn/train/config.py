@@ -1,7 +1,5 @@
 """Configuration of training: the loop, the optimiser and the schedule; and what of it identifies a run."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Lock of a run folder, which prevents two runs from writing into the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

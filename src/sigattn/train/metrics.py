@@ -3,8 +3,6 @@
 Each line of ``metrics.jsonl`` ends with the CRC-32 of its other values, so that damaged lines are noticed.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import statistics

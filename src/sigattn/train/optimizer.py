@@ -1,7 +1,5 @@
 """Optimisers and learning rates of a ``TrainConfig``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation of a backbone's features by a linear probe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

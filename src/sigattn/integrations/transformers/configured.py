@@ -5,8 +5,6 @@ forward that softmax is replaced by sigmoid weights of the same logits (``sigatt
 ``sigmoid_normalize`` are those of the configuration, as for layers that use the interface.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

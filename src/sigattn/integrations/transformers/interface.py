@@ -1,7 +1,5 @@
 """The attention function that ``attn_implementation="sigmoid"`` selects in transformers, and its registration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

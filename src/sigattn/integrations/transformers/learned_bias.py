@@ -11,8 +11,6 @@ that every Auto class finds them; "" has the bias of the layers that are not lis
 model are listed in the part's own configuration, so that the part can be loaded alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

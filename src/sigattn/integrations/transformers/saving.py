@@ -7,8 +7,6 @@ every Auto class can load it, and a process that did not import this package get
 `attn_implementation="sigmoid (import sigattn.integrations.transformers)"` is not supported'.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

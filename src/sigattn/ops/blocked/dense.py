@@ -6,8 +6,6 @@ keys (Algorithm 2). Tiles that a window or a ``BlockMask`` hides are skipped. Th
 each, and as many as fit the processor's cache are computed at a time.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -5,8 +5,6 @@ head, so that K and V need not be repeated. What depends on the indices of a wei
 tile, (G, rep · R, C), as (B, H, R, C): samples, query heads, queries, keys.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

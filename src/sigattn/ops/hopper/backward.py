@@ -7,8 +7,6 @@ and nothing is transposed. ``hopper_bwd_dq_kernel`` walks the keys. Seven produc
 order. σ runs during the product of dP, and dS during that of dV; the other group fills the gaps.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -6,8 +6,6 @@ float32, by TMA. So the order of these sums is not fixed. A warp loads tiles, as
 turn arrive during the turn before.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton._C.libtriton import ir

@@ -5,8 +5,6 @@ one tile after another ("turns"): the first operands of the next one are loaded 
 TMA descriptors of (B, H, N, D): what lies outside is 0 when read and omitted when written.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton.language as tl

@@ -5,8 +5,6 @@ baton that each passes to the next, so that while one group computes weights, th
 NORMALIZE the portable kernel computes tiles again in which the sum of a row underflows (REPAIR).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

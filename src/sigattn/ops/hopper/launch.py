@@ -1,7 +1,5 @@
 """Launches of the Hopper kernels: which problems they support, and their arguments."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

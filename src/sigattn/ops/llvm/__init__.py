@@ -1,7 +1,5 @@
 """Backend "llvm": kernels for a CPU's vector units, compiled at their first call by llvmlite, without a C compiler."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

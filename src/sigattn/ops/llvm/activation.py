@@ -1,7 +1,5 @@
 """The logistic function of vectors of float32, several at once."""
 
-from __future__ import annotations
-
 from sigattn.ops.llvm.builder import Builder, Value
 
 LOG2_E = 1.44269504088896341

@@ -1,7 +1,5 @@
 """Arguments of the kernels: one structure for all, which the host fills and the kernels read."""
 
-from __future__ import annotations
-
 from ctypes import Structure, c_float, c_int64, c_void_p
 
 ANYWHERE = 1 << 40  # a window side without a limit

@@ -1,7 +1,5 @@
 """Compilation of the kernels by LLVM, in about a second for each dtype, for calls of all sizes and options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import binding

@@ -1,7 +1,5 @@
 """Rows of a head in memory: copies in the orders in which microtiles read them, and results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sigattn.ops.llvm.builder import FLOAT, INT16, Builder, Matrix, Pointer, Value, constant

@@ -8,8 +8,6 @@ bfloat16 is read in pairs (``microtiles``): along the features from the tensors,
 sums of its results are float32 and rounded once.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from llvmlite import ir

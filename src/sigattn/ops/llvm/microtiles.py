@@ -5,8 +5,6 @@ Sums and all that is elementwise are float32. A microtile in memory is its addre
 Hashes are int32, masks bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Module of LLVM: kernels, which take tasks from a counter, and functions that they call."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import inspect
@@ -98,7 +96,7 @@ def function(method: Callable[..., None]) -> Callable[..., None]:
     has its own function. Functions are not inlined: that doubles the time of compilation.
     """
     annotations = [parameter.annotation for parameter in inspect.signature(method).parameters.values()][2:]
-    is_constant = [annotation in ("int", "bool") for annotation in annotations]
+    is_constant = [annotation in (int, bool) for annotation in annotations]
 
     @functools.wraps(method)
     def call(module: Module, b: Builder, *arguments: Any) -> None:

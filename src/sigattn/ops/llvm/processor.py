@@ -1,7 +1,5 @@
 """Processors for which the kernels of backend "llvm" are compiled, and their vector registers."""
 
-from __future__ import annotations
-
 import functools
 import platform
 from typing import NamedTuple

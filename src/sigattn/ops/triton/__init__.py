@@ -1,7 +1,5 @@
 """Backend "triton": FlashSigmoid in Triton, which is imported with the first problem that it may support."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

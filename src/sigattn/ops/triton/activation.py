@@ -23,8 +23,6 @@ With ``SHIFT`` the result is the weight times 2^shift: P · 2^shift = 1 / (unit 
 float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end.
 """
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -4,8 +4,6 @@ Integers that vary from call to call (lengths, window, offsets) are arguments of
 keeps Triton from compiling for each kind of integer (1, a multiple of 16, another), takes no part of a tuple.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -13,8 +13,6 @@ With NORMALIZE, W = P / t is in dV and dS instead of P, where t is the sum of th
 ``bwd_dq_kernel`` runs first and computes what both need of a row.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ The queries of all heads that share a key head are the rows of one tile, so that
 keys of a sample are split over programs, whose partial outputs are added in a fixed order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

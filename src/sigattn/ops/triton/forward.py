@@ -7,8 +7,6 @@ With NORMALIZE the sum of the weights is carried too, and divides at the end. In
 row, the keys are walked again, with an exponent for each row that follows its least z.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

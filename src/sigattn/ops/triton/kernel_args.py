@@ -1,7 +1,5 @@
 """Arguments of the portable kernels, from a problem. Packed tensors have no batch axis: its stride is 0."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Passes by the kernels: which of them a problem needs, their outputs, and sums over them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ With ``tuning.DIRECT_LAUNCH`` the line of a launch starts the compiled kernel it
 binds and specialises every argument again (30 µs).
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence

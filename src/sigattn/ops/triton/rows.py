@@ -1,7 +1,5 @@
 """Rows of weights that are divided by their sum t (NORMALIZE): W = P / t."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Rows and columns are indices [BLOCK_M, 1] and [1, BLOCK_N], or transposed: tiles are (queries, keys) or (keys, queries).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ The start of a tile is added in 64 bits, so tensors may have more than 2^31 entr
 which saves registers.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

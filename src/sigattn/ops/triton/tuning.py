@@ -5,8 +5,6 @@ Where a table does not say that it was measured (docs/speed.md), its shapes were
 (``python -m benchmarks static``): no spills in the loop over tiles without a mask.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
