@@ -51,31 +51,11 @@ if TYPE_CHECKING:
     from sigattn.conversion import convert, restore
 
 __all__ = [
-    "FLOP_FORMULAS",
-    "AttentionStatistics",
-    "attention_statistics",
-    "backend",
-    "conversion",
-    "convert",
-    "data",
-    "distributed",
-    "flash",
-    "get_sigmoid_precision",
-    "integrations",
-    "log_length_bias",
-    "models",
-    "nn",
-    "ops",
-    "recipes",
-    "restore",
-    "set_sigmoid_precision",
-    "sigmoid_attention",
-    "sigmoid_kvcache_attention",
-    "sigmoid_varlen_attention",
-    "tasks",
-    "theory",
-    "train",
-]
+    "FLOP_FORMULAS", "AttentionStatistics", "attention_statistics", "backend", "conversion", "convert", "data",
+    "distributed", "flash", "get_sigmoid_precision", "integrations", "log_length_bias", "models", "nn", "ops",
+    "recipes", "restore", "set_sigmoid_precision", "sigmoid_attention", "sigmoid_kvcache_attention",
+    "sigmoid_varlen_attention", "tasks", "theory", "train",
+]  # fmt: skip
 __version__ = "0.2.0"
 
 

@@ -9,27 +9,8 @@ from sigattn.data.text import StreamedText, TextData, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
 
 __all__ = [
-    "Batch",
-    "CharTokenizer",
-    "Data",
-    "DataError",
-    "Digits",
-    "ImageFolder",
-    "PlaceholderBatch",
-    "Speech",
-    "StreamedText",
-    "TextData",
-    "UnreadableFiles",
-    "Utterance",
-    "group_by_duration",
-    "iter_documents",
-    "librispeech",
-    "load_packed",
-    "load_text",
-    "load_tokenizer",
-    "pack_corpus",
-    "spoken_digits",
-    "tedlium",
-    "tokenize_corpus",
+    "Batch", "CharTokenizer", "Data", "DataError", "Digits", "ImageFolder", "PlaceholderBatch", "Speech",
+    "StreamedText", "TextData", "UnreadableFiles", "Utterance", "group_by_duration", "iter_documents", "librispeech",
+    "load_packed", "load_text", "load_tokenizer", "pack_corpus", "spoken_digits", "tedlium", "tokenize_corpus",
     "train_tokenizer",
-]
+]  # fmt: skip

@@ -13,23 +13,7 @@ from sigattn.models.transformer import Transformer, recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
 
 __all__ = [
-    "MODELS",
-    "SIZES",
-    "LanguageModel",
-    "LanguageModelConfig",
-    "MaskedAutoencoder",
-    "MaskedAutoencoderConfig",
-    "ModelConfig",
-    "ModelError",
-    "SamplingConfig",
-    "SpeechModel",
-    "SpeechModelConfig",
-    "Transformer",
-    "TransformerConfig",
-    "ViT",
-    "ViTConfig",
-    "build",
-    "load",
-    "recording",
-    "save",
-]
+    "MODELS", "SIZES", "LanguageModel", "LanguageModelConfig", "MaskedAutoencoder", "MaskedAutoencoderConfig",
+    "ModelConfig", "ModelError", "SamplingConfig", "SpeechModel", "SpeechModelConfig", "Transformer",
+    "TransformerConfig", "ViT", "ViTConfig", "build", "load", "recording", "save",
+]  # fmt: skip

@@ -9,15 +9,6 @@ from sigattn.theory.regularity import Head, jacobian_norm, jacobian_norm_matrix_
 from sigattn.theory.statements import Statement, check_all
 
 __all__ = [
-    "ContextualMapping",
-    "Head",
-    "Statement",
-    "Verification",
-    "bias_bounds",
-    "check_all",
-    "jacobian_norm",
-    "jacobian_norm_matrix_free",
-    "normalizing_bias",
-    "sigmoid_bound",
-    "softmax_bound",
-]
+    "ContextualMapping", "Head", "Statement", "Verification", "bias_bounds", "check_all", "jacobian_norm",
+    "jacobian_norm_matrix_free", "normalizing_bias", "sigmoid_bound", "softmax_bound",
+]  # fmt: skip

@@ -7,13 +7,6 @@ from sigattn.train.loop import Interrupted, NonFiniteLossError, evaluate, train
 from sigattn.train.metrics import count_spikes, read_metrics
 
 __all__ = [
-    "CheckpointError",
-    "FolderInUseError",
-    "Interrupted",
-    "NonFiniteLossError",
-    "TrainConfig",
-    "count_spikes",
-    "evaluate",
-    "read_metrics",
-    "train",
-]
+    "CheckpointError", "FolderInUseError", "Interrupted", "NonFiniteLossError", "TrainConfig", "count_spikes",
+    "evaluate", "read_metrics", "train",
+]  # fmt: skip
