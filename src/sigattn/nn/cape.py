@@ -15,7 +15,7 @@ from sigattn.shapes import Float
 
 
 class _Augmented(Float32Buffers):
-    """Base class: the sizes of the augmentation."""
+    """Base class: the augmentation, and the encoding of augmented positions."""
 
     frequencies: Tensor
 
@@ -36,6 +36,18 @@ class _Augmented(Float32Buffers):
     def extra_repr(self) -> str:
         names = ("max_global_shift", "max_local_shift", "max_scale")
         return ", ".join(f"{name}={getattr(self, name):g}" for name in names)
+
+    def _encode(self, x: Tensor, positions: Tensor, distance: Tensor | float) -> Tensor:
+        """Add the encoding of positions (length, axes); distance: along each axis from one position to the next."""
+        (batch, *_), axes = x.shape, positions.shape[1]
+        positions = positions.expand(batch, -1, -1)
+        if self.training:
+            positions = positions + distance * _uniform(positions.shape, self.max_local_shift, x.device)
+            positions = positions + _uniform((batch, 1, axes), self.max_global_shift, x.device)
+            positions = positions * _uniform((batch, 1, 1), math.log(self.max_scale), x.device).exp()
+        # a sum, because autocast would round a product of matrices; (batch, length, embed_dim / 2)
+        angles = (positions.unsqueeze(-1) * self.frequencies.view(axes, -1)).sum(-2)
+        return x + torch.stack([angles.cos(), angles.sin()], -1).flatten(-2).to(x.dtype)
 
 
 class Cape(_Augmented):
@@ -80,14 +92,8 @@ class Cape(_Augmented):
         return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {super().extra_repr()}"
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
-        index = torch.arange(x.shape[1], device=x.device, dtype=torch.float32).expand(x.shape[:2])
-        if self.training:
-            index = index + _uniform(x.shape[:2], self.max_local_shift, x.device)
-        time = (self.step * index).unsqueeze(-1)  # (B, length, 1)
-        if self.training:
-            time = time + _uniform((x.shape[0], 1, 1), self.max_global_shift, x.device)
-            time = time * _uniform((x.shape[0], 1, 1), math.log(self.max_scale), x.device).exp()
-        return x + _waves(time * self.frequencies).to(x.dtype)
+        seconds = self.step * torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        return self._encode(x, seconds.unsqueeze(-1), self.step)
 
 
 class ImageCape(_Augmented):
@@ -140,18 +146,8 @@ class ImageCape(_Augmented):
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding to patches in row-major order."""
-        xy = self.coordinates.expand(x.shape[0], -1, -1)  # (B, length, 2)
-        if self.training:
-            distance = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
-            xy = xy + distance * _uniform(xy.shape, self.max_local_shift, x.device)
-            xy = xy + _uniform((x.shape[0], 1, 2), self.max_global_shift, x.device)
-            xy = xy * _uniform((x.shape[0], 1, 1), math.log(self.max_scale), x.device).exp()
-        angles = xy[..., :1] * self.frequencies[0] + xy[..., 1:] * self.frequencies[1]  # autocast would round a product
-        return x + _waves(angles).to(x.dtype)
-
-
-def _waves(angles: Tensor) -> Tensor:  # (B, length, embed_dim / 2) → (B, length, embed_dim)
-    return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
+        distance = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
+        return self._encode(x, self.coordinates, distance)
 
 
 def _uniform(shape: tuple[int, ...], limit: float, device: torch.device) -> Tensor:
