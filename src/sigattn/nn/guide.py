@@ -32,18 +32,57 @@ class Recommendation(NamedTuple):
     learn_bias: str = "no"
 
 
-_VISION: dict[str, tuple[str, float | str, str]] = {
-    "supervised": ("learnable", 0.0, "vit-supervised"),
-    "byol": ("learnable", 0.0, "vit-byol"),
-    "simclr": ("sincos", 0.0, "vit-simclr"),
-    "mae": ("learnable", "log_batch", "vit-mae"),
+_LAYER_SCALE = (
+    "without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm has little effect; learned "
+    'temperature and bias (t = 10, b = -10) can replace both (App. "LayerScale Free Sigmoid Attention")'
+)
+_NO_BIAS = f"no bias is needed; {_LAYER_SCALE}"
+_GUIDE = {
+    ("vision", "supervised"): Recommendation("learnable", True, True, 0.0, "pre", _NO_BIAS, "vit-supervised"),
+    ("vision", "byol"): Recommendation("learnable", True, True, 0.0, "pre", _NO_BIAS, "vit-byol"),
+    ("vision", "simclr"): Recommendation("sincos", True, True, 0.0, "pre", _NO_BIAS, "vit-simclr"),
+    ("vision", "mae"): Recommendation(
+        "learnable", True, True, "log_batch", "pre",
+        f"MAE is the only vision recipe that needs b = -log n; {_LAYER_SCALE}",
+        "vit-mae",
+    ),
+    ("speech", "ctc"): Recommendation(
+        "alibi", True, True, "log_sample", "pre",
+        "without a bias, or without QK-norm, gradient norms and losses spike; -log of each sample's own length is "
+        "the most stable bias, and -log of the longest length in the batch is as good; LayerScale is needed to "
+        'generalise; of the position encodings ALiBi has the lowest error and CAPE is the least stable (Sect. '
+        '"Automatic Speech Recognition", Tables "asr-results" and "asr-results-ext"). Alternative: hybrid-norm on '
+        'the attention with RoPE, without QK-norm and bias: norm_placement="hybrid_attention", recipe asr-ls960-hybrid',
+        "asr-ls960",
+    ),
+    ("language", "next-token"): Recommendation(
+        "alibi", True, False, "log_context", "pre",
+        'up to 2048 tokens b = -log n and pre-norm match softmax (Sect. "Autoregressive Large Language Modeling", '
+        'Table "lm_results"); hybrid-norm without a bias does too',
+        "lm-1b-2k",
+    ),
+}  # fmt: skip
+_LONG_LANGUAGE = Recommendation(
+    "alibi", True, False, 0.0, "hybrid",
+    "beyond 2048 tokens pre-norm is slightly worse (48.2 against 49.2 at 4096); hybrid-norm without parameters is "
+    'not, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
+    "lm-1b-4k",
+)  # fmt: skip
+_SMALL_MODELS = (
+    "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
+    "with softmax in language, vision and speech (experiment small-models), and on further texts, sizes and sums "
+    "(small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
+    "the visible keys was 0.05 bits behind that in a model of 4 layers of 128; on a CPU a step takes up to 15 % "
+    "longer (docs/measurements.md)"
+)
+_SMALL = {
+    "vision": Recommendation(
+        "learnable", True, True, "log_visible", "pre", _SMALL_MODELS, "vit-supervised-tiny", "quadratic"
+    ),
+    "speech": Recommendation("rope", True, True, "log_visible", "pre", _SMALL_MODELS, "asr-ls960-tiny", "quadratic"),
+    "language": Recommendation("alibi", True, False, "log_alibi", "pre", _SMALL_MODELS, "lm-1b-2k-tiny", "quadratic"),
 }
-_SMALL = {  # position, LayerScale and recipe of what the experiment "small-models" trained
-    "vision": ("learnable", True, "vit-supervised-tiny"),
-    "speech": ("rope", True, "asr-ls960-tiny"),
-    "language": ("alibi", False, "lm-1b-2k-tiny"),
-}
-OBJECTIVES = {"vision": tuple(_VISION), "speech": ("ctc",), "language": ("next-token",)}
+OBJECTIVES = {domain: tuple(o for d, o in _GUIDE if d == domain) for domain, _ in _GUIDE}
 
 
 def recommend(
@@ -74,61 +113,14 @@ def recommend(
     validation.flag("recommend", "small", small)
     if sequence_length is not None and scalars.integer("recommend", "sequence_length", sequence_length) < 1:
         raise ValueError(f"recommend: sequence_length must be at least 1, got {sequence_length}")
-    if small:
-        return _small(domain, objective)
-    if domain == "vision":
-        position, bias, recipe = _VISION[objective]
-        reason = "no bias is needed" if bias == 0.0 else "MAE is the only vision recipe that needs b = -log n"
-        return Recommendation(
-            position, True, True, bias, "pre",
-            f"{reason}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm has "
-            "little effect; learned temperature and bias (t = 10, b = -10) can replace both (App. "
-            '"LayerScale Free Sigmoid Attention")',
-            recipe,
-        )  # fmt: skip
-    if domain == "speech":
-        return Recommendation(
-            "alibi", True, True, "log_sample", "pre",
-            "without a bias, or without QK-norm, gradient norms and losses spike; -log of each sample's own length is "
-            "the most stable bias, and -log of the longest length in the batch is as good; LayerScale is needed to "
-            'generalise; of the position encodings ALiBi has the lowest error and CAPE is the least stable (Sect. '
-            '"Automatic Speech Recognition", Tables "asr-results" and "asr-results-ext"). Alternative: hybrid-norm on '
-            'the attention with RoPE, without QK-norm and bias: norm_placement="hybrid_attention", '
-            'recipe asr-ls960-hybrid',
-            "asr-ls960",
-        )  # fmt: skip
-    if sequence_length is None:
-        raise ValueError("recommend: language needs sequence_length, the length of the longest sequence")
-    if sequence_length <= 2048:
-        return Recommendation(
-            "alibi", True, False, "log_context", "pre",
-            'up to 2048 tokens b = -log n and pre-norm match softmax (Sect. "Autoregressive Large Language Modeling", '
-            'Table "lm_results"); hybrid-norm without a bias does too',
-            "lm-1b-2k",
-        )  # fmt: skip
-    return Recommendation(
-        "alibi", True, False, 0.0, "hybrid",
-        "beyond 2048 tokens pre-norm is slightly worse (48.2 against 49.2 at 4096); hybrid-norm without parameters is "
-        'not, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
-        "lm-1b-4k",
-    )  # fmt: skip
-
-
-def _small(domain: str, objective: str) -> Recommendation:
-    if objective != OBJECTIVES[domain][0]:
+    if small and objective != OBJECTIVES[domain][0]:
         raise ValueError(
             f"recommend: small models of {domain} were trained with objective={OBJECTIVES[domain][0]!r} only, got "
             f"{objective!r}: pass small=False for the paper's advice"
         )
-    position, layer_scale, recipe = _SMALL[domain]
-    bias = "log_alibi" if position == "alibi" else "log_visible"
-    return Recommendation(
-        position, True, layer_scale, bias, "pre",
-        "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
-        "with softmax in language, vision and speech (experiment small-models), and on further texts, sizes and sums "
-        "(small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
-        "the visible keys was 0.05 bits behind that in a model of 4 layers of 128; on a CPU a step takes up to 15 % "
-        "longer (docs/measurements.md)",
-        recipe,
-        "quadratic",
-    )  # fmt: skip
+    if small:
+        return _SMALL[domain]
+    if domain == "language" and sequence_length is None:
+        raise ValueError("recommend: language needs sequence_length, the length of the longest sequence")
+    is_long = domain == "language" and sequence_length is not None and sequence_length > 2048
+    return _LONG_LANGUAGE if is_long else _GUIDE[domain, objective]
