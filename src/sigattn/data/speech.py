@@ -1,7 +1,5 @@
 """Speech data set: transcribed utterances as batches of log-mel frames, with SpecAugment."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io
@@ -71,7 +69,7 @@ class Speech(Data):
         self,
         training: Sequence[Utterance],
         held_out: Sequence[Utterance],
-        tokenizer: CharTokenizer,
+        tokenizer: "CharTokenizer",
         *,
         num_mel_bins: int = 80,
         spec_augment_from: int | None = 0,

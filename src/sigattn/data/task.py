@@ -1,7 +1,5 @@
 """Base class of the training objectives."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
@@ -50,7 +48,7 @@ class Task(ABC):
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
-    def tiny(self) -> Task:
+    def tiny(self) -> "Task":
         """Return the objective of a recipe's small form."""
         return self
 

@@ -1,7 +1,5 @@
 """Text as bytes or tokens for language models, in memory or streamed: reading, splitting and drawing windows."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -84,7 +82,7 @@ class TextData(Data):
         self.seq_len, self.held_out, self.vocab_size, self._fingerprint = seq_len, held_out, vocab_size, fingerprint
 
     @classmethod
-    def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64) -> TextData:
+    def from_bytes(cls, text: bytes, seq_len: int, *, held_out: int = 64) -> "TextData":
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         return cls(tokens, seq_len, hashlib.sha256(text).hexdigest(), held_out=held_out)
 

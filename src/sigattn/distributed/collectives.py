@@ -1,37 +1,10 @@
-"""Collectives for tensors whose shapes differ between processes."""
+"""Differentiable collectives, of tensors whose shapes may differ between processes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
-
-
-class Transfer:
-    """Asynchronous transfer of tensors to one process and from another.
-
-    Args:
-        sent: tensors to send to ``dst``. received: output tensors for those of ``src``, of the same shapes as those.
-        dst, src: ranks within the group.
-    """
-
-    def __init__(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], dst: int, src: int, group: ProcessGroup
-    ) -> None:
-        self.received = received
-        self._sent = [t.contiguous() for t in sent]  # an attribute, so that the memory is kept during the transfer
-        ranks = dist.get_process_group_ranks(group)
-        operations = [dist.P2POp(dist.isend, t, ranks[dst], group) for t in self._sent if t.numel()]
-        operations += [dist.P2POp(dist.irecv, t, ranks[src], group) for t in received if t.numel()]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self) -> Sequence[Tensor]:
-        """Wait and return the received tensors; raise RuntimeError if the other process ended, or after the timeout."""
-        for work in self._works:
-            work.wait()
-        return self.received
 
 
 def all_gather_rows(rows: Tensor) -> tuple[Tensor, int]:

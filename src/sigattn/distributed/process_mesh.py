@@ -1,7 +1,5 @@
 """Processes of a run that torchrun started, and reductions over them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence
@@ -59,7 +57,7 @@ class ProcessMesh:
         """Number of processes whose gradients are averaged: those with different samples or parts of samples."""
         return self.dp_size * self.cp_size
 
-    def with_mesh(self, tensor_parallel: int, context_parallel: int = 1) -> ProcessMesh:
+    def with_mesh(self, tensor_parallel: int, context_parallel: int = 1) -> "ProcessMesh":
         """Return the processes with meshes, so many of which share each layer and each sequence.
 
         Raises:

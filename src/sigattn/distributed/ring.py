@@ -6,7 +6,7 @@ of weights. The next part is sent while the current one is used; in the backward
 passed on as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops.attention import DENSE
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result
@@ -33,22 +32,38 @@ class Ring(NamedTuple):
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def send_to_next(self, parts: Sequence[Tensor], owner: int) -> collectives.Transfer:
-        """Start sending the parts of process ``owner`` to the next process, and receiving those of ``owner`` - 1."""
-        ranks = self.sharding.ranks
+    def send_to_next(self, parts: Sequence[Tensor], owner: int) -> Callable[[], Sequence[Tensor]]:
+        """Start sending the parts of process ``owner`` to the next process, and receiving those of ``owner`` - 1.
+
+        The function that is returned waits for the latter and returns them. It raises RuntimeError if the other process
+        has ended, or after the group's timeout.
+        """
+        ranks, processes = self.sharding.ranks, dist.get_process_group_ranks(self.group)
         n = self.sharding.size((owner - 1) % ranks)
+        sent = [t.contiguous() for t in parts]
         received = [t.new_empty(*t.shape[:2], n, t.shape[3]) for t in parts]
-        return collectives.Transfer(parts, received, (self.rank + 1) % ranks, (self.rank - 1) % ranks, self.group)
+        following, preceding = (processes[(self.rank + step) % ranks] for step in (1, -1))
+        operations = [dist.P2POp(dist.isend, t, following, self.group) for t in sent if t.numel()]
+        operations += [dist.P2POp(dist.irecv, t, preceding, self.group) for t in received if t.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> Sequence[Tensor]:
+            for work in works:
+                work.wait()
+            sent.clear()  # until then the memory was in use
+            return received
+
+        return wait
 
     def parts(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
         """Iterate over (rank, parts), starting with the local ones; the next are received while these are in use."""
         ranks = self.sharding.ranks
         for step in range(ranks):
             owner = (self.rank - step) % ranks
-            transfer = self.send_to_next(parts, owner) if step < ranks - 1 else None
+            receive = self.send_to_next(parts, owner) if step < ranks - 1 else None
             yield owner, parts
-            if transfer is not None:
-                parts = transfer.wait()
+            if receive is not None:
+                parts = receive()
 
 
 _SAVED = ("query", "key", "value", "bias", "alibi_slopes")
@@ -110,7 +125,7 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
     bias = _zeros(p.bias) if p.bias is not None and needs.bias else None
     slopes = _zeros(p.alibi_slopes) if p.alibi_slopes is not None and needs.alibi_slopes else None
     sums = Gradients(_zeros(p.query), _zeros(p.key), _zeros(p.value), bias, None, slopes)
-    transfer = None
+    receive = None
     for owner, (key, value) in ring.parts((p.key, p.value)):
         dk, dv = _zeros(key), _zeros(value)
         sums = sums._replace(key=dk, value=dv)
@@ -128,13 +143,13 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
                 if total is not None and gradient is not None:
                     total.add_(gradient)
         # dK and dV follow their keys and values round the ring, one step later
-        if transfer is not None:
-            for total, received in zip((dk, dv), transfer.wait(), strict=True):
+        if receive is not None:
+            for total, received in zip((dk, dv), receive(), strict=True):
                 total.add_(received)
         if ring.sharding.ranks > 1:
-            transfer = ring.send_to_next((dk, dv), owner)
-    if transfer is not None:
-        dk, dv = transfer.wait()
+            receive = ring.send_to_next((dk, dv), owner)
+    if receive is not None:
+        dk, dv = receive()
         sums = sums._replace(key=dk, value=dv)
     return sums
 

@@ -4,8 +4,6 @@ FSDP and ``torch.distributed.tensor`` take a second to import: functions that ne
 distributed, so that commands of one process do not wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -120,7 +118,7 @@ def to_local(t: Tensor) -> Tensor:
     return t.to_local() if _is_dtensor(t) else t
 
 
-def _is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
+def _is_dtensor(t: Tensor) -> TypeGuard["DTensor"]:
     return hasattr(t, "device_mesh")
 
 

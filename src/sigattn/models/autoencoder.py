@@ -1,7 +1,5 @@
 """Masked autoencoder for images (He et al., 2022)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,17 +38,17 @@ class MaskedAutoencoderConfig(ModelConfig):
         check_at_least(1, self, "decoder_num_layers", "decoder_embed_dim", "decoder_num_heads")
         check_fraction(self, "mask_ratio")
 
-    def build(self) -> MaskedAutoencoder:
+    def build(self) -> "MaskedAutoencoder":
         return MaskedAutoencoder(self)
 
     @property
     def transformer(self) -> ViTConfig:
         return self.encoder
 
-    def with_transformer(self, **changes: Any) -> MaskedAutoencoderConfig:
+    def with_transformer(self, **changes: Any) -> "MaskedAutoencoderConfig":
         return replace(self, encoder=replace(self.encoder, **changes))
 
-    def tiny(self) -> MaskedAutoencoderConfig:
+    def tiny(self) -> "MaskedAutoencoderConfig":
         small = self.encoder.tiny()
         return replace(self, encoder=small, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
 

@@ -1,7 +1,5 @@
 """Base classes of the models' configurations: of any model, and of a stack of transformer blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -40,15 +38,15 @@ class ModelConfig(ABC):
 
     @property
     @abstractmethod
-    def transformer(self) -> TransformerConfig:
+    def transformer(self) -> "TransformerConfig":
         """Configuration of the transformer blocks; of the encoder's if there are several stacks."""
 
     @abstractmethod
-    def with_transformer(self, **changes: Any) -> ModelConfig:
+    def with_transformer(self, **changes: Any) -> "ModelConfig":
         """Return a copy with fields of ``transformer`` changed."""
 
     @abstractmethod
-    def tiny(self) -> ModelConfig:
+    def tiny(self) -> "ModelConfig":
         """Return a small form that trains in minutes on 2 cores, with the same positions, norms and bias."""
 
     @abstractmethod
@@ -123,7 +121,7 @@ class TransformerConfig(ModelConfig):
         check_bool(self, "use_bias", "normalize")
 
     @property
-    def transformer(self) -> TransformerConfig:
+    def transformer(self) -> "TransformerConfig":
         return self
 
     def with_transformer(self: Config, **changes: Any) -> Config:

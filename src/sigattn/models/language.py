@@ -1,7 +1,5 @@
 """Decoder-only language model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
@@ -60,10 +58,10 @@ class LanguageModelConfig(TransformerConfig):
         check_at_least(1, self, "vocab_size", "max_seq_len")
         check_bool(self, "tie_embeddings")
 
-    def build(self) -> LanguageModel:
+    def build(self) -> "LanguageModel":
         return LanguageModel(self)
 
-    def tiny(self) -> LanguageModelConfig:
+    def tiny(self) -> "LanguageModelConfig":
         return replace(super().tiny(), vocab_size=256, max_seq_len=256)
 
     def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:

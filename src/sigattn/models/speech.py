@@ -1,7 +1,5 @@
 """Speech recognition by CTC: a strided convolution and a transformer or a conformer (App. G.4)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
@@ -65,10 +63,10 @@ class SpeechModelConfig(TransformerConfig):
         check_positive(self, "step")
         check_probability(self, "layer_drop")
 
-    def build(self) -> SpeechModel:
+    def build(self) -> "SpeechModel":
         return SpeechModel(self)
 
-    def tiny(self) -> SpeechModelConfig:
+    def tiny(self) -> "SpeechModelConfig":
         return replace(super().tiny(), conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
 
     def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:

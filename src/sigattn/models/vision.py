@@ -1,7 +1,5 @@
 """Vision transformers (Dosovitskiy et al., 2021)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -57,10 +55,10 @@ class ViTConfig(TransformerConfig):
         check_at_least(0, self, "num_classes")
         check_bool(self, "dynamic_img_size", "freeze_patch_embed")
 
-    def build(self) -> ViT:
+    def build(self) -> "ViT":
         return ViT(self)
 
-    def tiny(self) -> ViTConfig:
+    def tiny(self) -> "ViTConfig":
         return replace(super().tiny(), image_size=8, patch_size=2, channels=1, num_classes=10)
 
     def example_inputs(self, batch_size: int = 2) -> tuple[Tensor, ...]:

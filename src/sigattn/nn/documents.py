@@ -1,7 +1,5 @@
 """Boundaries of the documents packed into rows of tokens, for document-masked training."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ class Documents(NamedTuple):
     cu_seqlens: Tensor  # (documents + 1,) int32, index of each first token in the concatenated rows, then B · N
 
     @classmethod
-    def from_end_token(cls, tokens: Tensor, end_token: int) -> Documents:
+    def from_end_token(cls, tokens: Tensor, end_token: int) -> "Documents":
         """Find the documents of tokens (B, N) in which each document's last token is ``end_token``.
 
         >>> Documents.from_end_token(torch.tensor([[5, 0, 7, 7, 0, 3]]), 0).ids.tolist()
@@ -27,7 +25,7 @@ class Documents(NamedTuple):
         return cls.from_starts(F.pad(is_end, (1, 0), value=True)[:, :-1])
 
     @classmethod
-    def from_starts(cls, is_start: Tensor) -> Documents:
+    def from_starts(cls, is_start: Tensor) -> "Documents":
         """Find the documents whose first tokens are marked in (B, N) bool; the first token of each row must be."""
         index = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
         starts = is_start.flatten().nonzero().squeeze(1)

@@ -23,24 +23,14 @@ class UnfusedMultihead(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, which disables the fused layer; True for peft, which adapts only such layers, but not its property."""
+        """False, which disables the fused layer, but for the initialisation and peft, which adapts only such layers."""
         if torch.compiler.is_compiling():
             return False
         caller = sys._getframe(1)
+        if caller.f_code is nn.MultiheadAttention._reset_parameters.__code__:
+            return self.in_proj_weight is not None
         from_peft = str(caller.f_globals.get("__name__", "")).startswith("peft.")
         return from_peft and caller.f_code.co_name != "_qkv_same_embed_dim"
-
-    def _reset_parameters(self) -> None:
-        """Initialise the parameters as ``nn.MultiheadAttention`` does, which would ask for the property above."""
-        projections = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        for fill, parameters in (
-            (nn.init.xavier_uniform_, projections),
-            (nn.init.zeros_, (self.in_proj_bias, self.out_proj.bias)),
-            (nn.init.xavier_normal_, (self.bias_k, self.bias_v)),
-        ):
-            for parameter in parameters:
-                if parameter is not None:
-                    fill(parameter)
 
 
 class SigmoidMultiheadAttention(UnfusedMultihead):

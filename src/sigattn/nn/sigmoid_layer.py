@@ -1,7 +1,5 @@
 """Layers of other libraries whose attention functions compute sigmoid attention within their forward."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -47,7 +45,7 @@ class SigmoidLayer(nn.Module):
     """
 
     softmax_class: type[nn.Module]
-    mixin: type[SigmoidLayer]
+    mixin: type["SigmoidLayer"]
     sigmoid_bias: AttentionBias | None
     sigmoid_normalize: bool = False
     softmax_allowed: bool = False

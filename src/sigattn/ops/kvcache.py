@@ -74,19 +74,13 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
 # -- appending --------------------------------------------------------------------------------------------------------
 
 
-def append_to_cache(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None = None
+def _append(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None
 ) -> None:
     """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), from index ``starts[b]`` on.
 
     On a CPU it raises ValueError if they do not fit; the cache is then unchanged.
     """
-    torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
-
-
-def _append(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None
-) -> None:
     batch, new = key.shape[:2]
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
@@ -117,7 +111,8 @@ library.define(
 )
 library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::append_to_cache", lambda *_: None, lib=library)
-autograd.register_without(library, autograd.Op(torch.ops.sigattn.append_to_cache.default, _append), _NO_GRADIENT)
+append_to_cache = torch.ops.sigattn.append_to_cache.default
+autograd.register_without(library, autograd.Op(append_to_cache, _append), _NO_GRADIENT)
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 read once at the beginning of a pass, which synchronises on an accelerator.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def varlen_forward(attend: Attend, problem: VarlenProblem, saved: Saved | None =
     """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and the sums of rows."""
     result = new_result(problem.query, problem.value.shape[2], problem.normalize)
     end = 0
-    for s, rows, keys in _sequences(problem):
+    for s, rows, keys in problem.row_ranges():
         attend(problem.sequence(s, rows, keys), _of_sequence(result, rows))
         end = rows.stop
     result.out[end:] = 0
@@ -50,7 +50,7 @@ def varlen_backward(
     # as a problem, whose sequences are parts of the gradients
     packed = problem._replace(**{name: t for name, t in gradients._asdict().items() if t is not None})
     rows = keys = slice(0, 0)
-    for s, rows, keys in _sequences(problem):
+    for s, rows, keys in problem.row_ranges():
         parts = zip(gradients, packed.sequence(s, rows, keys)[:6], strict=True)
         of_sequence = Gradients(*(None if gradient is None else part for gradient, part in parts))
         part = _of_sequence(result._replace(out=grad_out), rows)
@@ -59,13 +59,6 @@ def varlen_backward(
         if gradient is not None:
             gradient[end:] = 0
     return in_dtypes(gradients, problem)
-
-
-def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the index of each sequence, its rows of queries and its rows of keys."""
-    starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
-    for s in range(problem.sequences):
-        yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
 
 
 def _of_sequence(result: Result, rows: slice) -> Result:

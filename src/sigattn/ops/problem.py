@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -178,6 +179,12 @@ class VarlenProblem(NamedTuple):
     def keep_scale(self) -> float:
         """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
+
+    def row_ranges(self) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the index of each sequence, its rows of queries and its rows of keys; reads (synchronises) offsets."""
+        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for s in range(self.sequences):
+            yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
 
     def sequence(self, index: int, query_rows: slice, key_rows: slice) -> Problem:
         """Return a sequence, with these rows of queries and keys, as a problem with a batch of one."""

@@ -62,13 +62,10 @@ def traced_attention(*fields: Any) -> Tensor:  # (B, Hq, N, Dv)
 def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     """Return the attention output of packed sequences, each by ``attention``; rows that belong to no sequence are 0."""
     p = problem
-    starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
-    parts = []
-    for s in range(p.sequences):
-        rows_q, rows_k = slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
-        parts.append(attention(p.sequence(s, rows_q, rows_k))[0].transpose(0, 1))
+    parts = [attention(p.sequence(*of_sequence))[0].transpose(0, 1) for of_sequence in p.row_ranges()]
     zero = torch.stack([t[..., :0].sum() for t in (p.query, p.key, p.value)]).sum()  # with the gradient of each
-    parts.append(zero.expand(p.query.shape[0] - starts_q[-1], p.query.shape[1], p.value.shape[2]))
+    missing = p.query.shape[0] - sum(len(part) for part in parts)
+    parts.append(zero.expand(missing, p.query.shape[1], p.value.shape[2]))
     return in_order_of(p.query, torch.cat(parts))
 
 

@@ -1,7 +1,5 @@
 """Data sets of the recipes, loaded from a path."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +63,7 @@ class TextSource(DataSource):
 
     takes_tokenizer: ClassVar[bool] = True
 
-    def tiny(self) -> TextSource:
+    def tiny(self) -> "TextSource":
         return replace(self, name="CPython's documentation, as bytes")
 
     def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
@@ -124,7 +122,7 @@ class SpeechSource(DataSource):
     librispeech: tuple[str, ...] = ()
     spec_augment_from: int | None = None
 
-    def tiny(self) -> SpeechSource:
+    def tiny(self) -> "SpeechSource":
         # SpecAugment's masks are made for recordings of fifteen seconds; these have about two
         return replace(self, name="spoken digits (FSDD)", librispeech=(), spec_augment_from=None)
 
@@ -169,7 +167,7 @@ class ImageSource(DataSource):
     jitter: float = 0.5
     takes_workers: ClassVar[bool] = True
 
-    def tiny(self) -> ImageSource:
+    def tiny(self) -> "ImageSource":
         return replace(self, name="scikit-learn's handwritten digits")
 
     def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:

@@ -1,7 +1,5 @@
 """Recipes: complete training configurations with a softmax twin and a tiny form that trains in minutes."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -29,14 +27,14 @@ class DataSource(ABC):
     takes_workers: ClassVar[bool] = False
 
     @abstractmethod
-    def load(self, recipe: Recipe, path: Path | None, tokenizer: Path | None, workers: int) -> Data:
+    def load(self, recipe: "Recipe", path: Path | None, tokenizer: Path | None, workers: int) -> Data:
         """Load training and held-out data; arguments and errors as in ``load_dataset``."""
 
-    def load_held_out(self, recipe: Recipe, path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
+    def load_held_out(self, recipe: "Recipe", path: Path | None, tokenizer: Path | None) -> dict[str, Data]:
         """Load named parts of evaluation data, by default one with an empty name."""
         return {"": self.load(recipe, path, tokenizer, 0)}
 
-    def tiny(self) -> DataSource:
+    def tiny(self) -> "DataSource":
         """Return the data set of the recipe's small form."""
         return self
 
@@ -89,13 +87,13 @@ class Recipe:
         """Configuration of the transformer blocks: the model's, or its encoder's."""
         return self.model.transformer
 
-    def with_transformer(self, **changes: Any) -> Recipe:
+    def with_transformer(self, **changes: Any) -> "Recipe":
         return replace(self, model=self.model.with_transformer(**changes))
 
-    def with_training(self, **changes: Any) -> Recipe:
+    def with_training(self, **changes: Any) -> "Recipe":
         return replace(self, training=replace(self.training, **changes))
 
-    def softmax(self) -> Recipe:
+    def softmax(self) -> "Recipe":
         """Return the softmax twin, which differs in the attention only."""
         no_sigmoid = {"attention_bias": None, "learn_bias": "no", "normalize": False}
         twin = self.with_transformer(activation="softmax", **no_sigmoid, **self.softmax_changes)
@@ -104,7 +102,7 @@ class Recipe:
     def parameters(self) -> int:
         return sum(p.numel() for p in build(self.model, "meta").parameters())
 
-    def tiny(self) -> Recipe:
+    def tiny(self) -> "Recipe":
         """Return a small form that trains in minutes on 2 cores on small data sets.
 
         Depth, width and length shrink; the guide's choices (positions, norms, QK-norm, LayerScale, bias) stay.

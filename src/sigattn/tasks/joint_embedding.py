@@ -1,7 +1,5 @@
 """SimCLR and BYOL: objectives over augmented views of images (Chen et al., 2020; Grill et al., 2020)."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable
@@ -103,7 +101,7 @@ class SimCLR(Task):
     def build(self, model: ViTConfig) -> nn.Module:
         return Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
 
-    def tiny(self) -> SimCLR:
+    def tiny(self) -> "SimCLR":
         return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:
@@ -189,7 +187,7 @@ class BYOL(Task):
         student = Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
         return StudentAndTeacher(student, projector([self.output_dim, self.projector_dim, self.output_dim]))
 
-    def tiny(self) -> BYOL:
+    def tiny(self) -> "BYOL":
         return replace(self, projector_dim=128, output_dim=32)
 
     def backbone(self, module: nn.Module) -> nn.Module:

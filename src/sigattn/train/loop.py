@@ -1,7 +1,5 @@
 """Training and evaluation of a run in a folder: its module, optimiser, data and processes, and its steps."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading
@@ -169,7 +167,7 @@ class StopRequest:
         self.signal: int = 0
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         return self

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sigattn.ops.hopper.backward import load_tiles
 from sigattn.ops.hopper.common import (
     HeadBias,
     Sizes,
@@ -38,8 +39,8 @@ class FusedMemory(NamedTuple):
 
     k_tiles: Any  # of both groups in two turns
     v_tiles: Any
-    queries: Any
-    grad_outs: Any
+    first: Any  # queries
+    second: Any  # dO
     ds: Any  # two slots for dS of both groups
     dq: Any  # two slots for tiles that are being added
     results: Any  # dK and dV of each group
@@ -68,7 +69,6 @@ def keys_slot(turn, WARP_GROUP: gl.constexpr):
 def produce(query, key, value, grad_out, memory, sizes, OPT: gl.constexpr):
     """Load keys and values, then queries and dO of all heads that share them, turn after turn."""
     D: gl.constexpr = OPT.D
-    BLOCK: gl.constexpr = OPT.BLOCK
     ROWS: gl.constexpr = OPT.ROWS
     count = 0  # tiles so far
     for turn in range(sizes.turns):
@@ -80,14 +80,7 @@ def produce(query, key, value, grad_out, memory, sizes, OPT: gl.constexpr):
             origin = [b, h_kv, start_n + g * ROWS, 0]
             tma.async_copy_global_to_shared(key, origin, memory.keys_full.index(slot), memory.k_tiles.index(slot))
             tma.async_copy_global_to_shared(value, origin, memory.keys_full.index(slot), memory.v_tiles.index(slot))
-        for step in range(OPT.GROUP * tiles):
-            slot = count % OPT.STAGES
-            mbarrier.wait(memory.empty.index(slot), count // OPT.STAGES & 1 ^ 1)
-            mbarrier.expect(memory.full.index(slot), 2 * BLOCK * D * 2)
-            origin = [b, h_kv * OPT.GROUP + step // tiles, first_query + step % tiles * BLOCK, 0]
-            tma.async_copy_global_to_shared(query, origin, memory.full.index(slot), memory.queries.index(slot))
-            tma.async_copy_global_to_shared(grad_out, origin, memory.full.index(slot), memory.grad_outs.index(slot))
-            count += 1
+        count = load_tiles(query, grad_out, memory, count, b, h_kv * OPT.GROUP, OPT.GROUP, tiles, first_query, OPT)
 
 
 @gluon.jit
@@ -120,11 +113,11 @@ def consume(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROUP: gl.co
         slot = count % STAGES
         mbarrier.wait(memory.full.index(slot), count // STAGES & 1, pred=steps > 0)
         # [ROWS, D] @ [D, BLOCK] -> [ROWS, BLOCK], (keys, queries)
-        logits = warpgroup_mma(k, transposed(memory.queries, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
+        logits = warpgroup_mma(k, transposed(memory.first, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
         for step in range(steps):
             slot, buffer = count % STAGES, count % 2
-            dp = warpgroup_mma(v, transposed(memory.grad_outs, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, transposed(memory.second, slot, BLOCK, D), zeros, use_acc=False, is_async=True)
             tile = step % gl.maximum(tiles, 1)
             h = h_kv * OPT.GROUP + step // gl.maximum(tiles, 1)
             i = sizes.query_offset + first_query + tile * BLOCK + offs_m
@@ -133,15 +126,15 @@ def consume(grad_key, grad_value, bias, memory, sizes, scales, WARP_GROUP: gl.co
             p = weights(logits, scales, z_bias, -j, -i, tile < edges, OPT)
             operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
             # [ROWS, BLOCK] @ [BLOCK, D] -> [ROWS, D]
-            dv = warpgroup_mma(operand, memory.grad_outs.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
+            dv = warpgroup_mma(operand, memory.second.index(slot).reshape([BLOCK, D]), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
             ds = logit_gradient(p, p, dp, scales.unit, scales.lower, OPT.SHIFTED).to(grad_key.dtype)
             operand_ds = gl.convert_layout(ds, operand_layout)
-            dk = warpgroup_mma(operand_ds, memory.queries.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
+            dk = warpgroup_mma(operand_ds, memory.first.index(slot).reshape([BLOCK, D]), acc_k, is_async=True)
             # S of the next step; in the last one it is of any tile, and not used
             following = (count + 1) % STAGES
             mbarrier.wait(memory.full.index(following), (count + 1) // STAGES & 1, pred=step + 1 < steps)
-            new = warpgroup_mma(k, transposed(memory.queries, following, BLOCK, D), zeros, use_acc=False, is_async=True)
+            new = warpgroup_mma(k, transposed(memory.first, following, BLOCK, D), zeros, use_acc=False, is_async=True)
             mbarrier.wait(memory.ds_empty.index(buffer), count // 2 & 1 ^ 1)
             memory.ds.index(buffer).slice(WARP_GROUP * ROWS, ROWS, 0).store(ds)
             fence_async_shared()

@@ -3,8 +3,6 @@
 llvmlite is imported when they are compiled, at the first call of a dtype.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -150,7 +148,7 @@ def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
 class _Call:
     """Arguments of the kernels for a problem, not empty, and the tensors that must outlive the call."""
 
-    def __init__(self, p: Problem, kernels: Kernels) -> None:
+    def __init__(self, p: Problem, kernels: "Kernels") -> None:
         self.kernels = kernels
         self.plan = make_plan(
             self.kernels, torch.get_num_threads(), p.query.shape, p.value.shape, p.scale, p.left, p.right,

@@ -41,7 +41,7 @@ class Copies(Microtiles):
                 halves = [(rows[row + i] + d // 2).of(INT16).load_vector() for i in range(size)]
                 (out[row // 2] + d).store(b.pair(*[*halves, zero][:2]))
 
-    def clear_rows(self, b: Builder, rows: Matrix, count: Value, width: Value | int) -> None:
+    def clear_rows(self, b: Builder, rows: Matrix, count: Value | int, width: Value | int) -> None:
         """Write zeros to ``count`` rows of float32."""
         with b.loop(0, count) as row, b.loop(0, width, b.lanes) as d:
             (rows[row] + d).store(b.vector(0.0))

@@ -197,7 +197,7 @@ class _Kernels(Copies):
                                     saved_rows = Matrix(saved[row] + self._words(column), saved.stride)
                                     self.load_weights(b, rows, saved_rows, weights.data)
                                 with b.when(~is_saved):
-                                    self.clear(b, rows, weights.data)
+                                    self.clear_rows(b, weights, rows, tile)
                             # dP = dO Vᵀ, dS = scale · P (1 - P) · (dP - row term)
                             self.product(b, rows, grad_out[row:], values, width, grads)
                             self._drop(b, args, rows, row_hashes + row, column, grads)

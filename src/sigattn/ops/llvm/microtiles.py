@@ -164,12 +164,6 @@ class Microtiles(Module):
                 (tile + (r * self.registers.tile + c * b.lanes)).store(vector)
 
     @function
-    def clear(self, b: Builder, rows: Value, tile: Pointer) -> None:
-        """Set rows of a microtile to 0."""
-        with b.loop(0, rows * self.registers.tile, b.lanes) as i:
-            (tile + i).store(b.vector(0.0))
-
-    @function
     def grad_scores(
         self, b: Builder, num_sums: int,
         rows: Value, weights: Pointer, scale: Value, distance: Value, row_terms: Matrix, tile: Pointer, sums: Pointer,

@@ -1,7 +1,5 @@
 """Launch plan of a call: what its shapes determine, computed once for each."""
 
-from __future__ import annotations
-
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +27,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    kernels: Kernels, threads: int, query: tuple[int, ...], value: tuple[int, ...], scale: float | None,
+    kernels: "Kernels", threads: int, query: tuple[int, ...], value: tuple[int, ...], scale: float | None,
     left: int, right: int, query_offset: int,
 ) -> Plan:  # fmt: skip
     """Return the plan of a call, given the number of PyTorch's threads and the shapes of query and value, not empty."""
