@@ -135,10 +135,10 @@ def _speed_up(interpreter):
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Seed PyTorch's generator, and forget the warnings given and the launches kept before this test."""
-    from sigattn.nn import stability
+    from sigattn.nn import guide
 
     torch.manual_seed(0)
-    stability._warned.clear()
+    guide._warned.clear()
     if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
         launch_cache.clear()
     if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:

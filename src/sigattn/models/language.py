@@ -17,11 +17,11 @@ from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.feedforward import FeedForward
+from sigattn.nn.guide import warn_once
 from sigattn.nn.initialization import Initialization
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import SinusoidalEmbedding
-from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
 from sigattn.shapes import Float, Int
 from sigattn.validation import SettingsError, check_at_least, check_bool

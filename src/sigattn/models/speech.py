@@ -13,9 +13,9 @@ from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape
 from sigattn.nn.conformer import ConformerBlock
+from sigattn.nn.guide import warn_once
 from sigattn.nn.norm import make_norm
 from sigattn.nn.position import SinusoidalEmbedding
-from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_positive, check_probability
 

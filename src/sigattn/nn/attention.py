@@ -12,11 +12,11 @@ from sigattn.nn import functional
 from sigattn.nn.bias import AttentionBias, QueryBias, SampleLengthBias, as_bias
 from sigattn.nn.documents import Documents
 from sigattn.nn.functional import ELEMENTWISE, Activation, AttentionFn, MaskSpec
+from sigattn.nn.guide import warn_once
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
 from sigattn.ops.custom_ops import record_module
 from sigattn.ops.statistics import AttentionStatistics

@@ -2,17 +2,7 @@
 
 from typing import Literal, get_args
 
-from sigattn.nn.bias import (
-    AlibiKeysBias,
-    AttentionBias,
-    BatchLengthBias,
-    ConstantBias,
-    ContextLengthBias,
-    LearnableBias,
-    QueryBias,
-    SampleLengthBias,
-    VisibleKeysBias,
-)
+from sigattn.nn import bias
 from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.problem import log_length_bias
 
@@ -27,7 +17,7 @@ def make_bias(
     max_seq_len: int | None = None,
     num_heads: int,
     head_dim: int | None = None,
-) -> AttentionBias:
+) -> bias.AttentionBias:
     """Create the bias that a configuration names.
 
     Args:
@@ -50,7 +40,7 @@ def make_bias(
         if max_seq_len is None:
             raise ValueError('attention_bias="log_context" needs a longest sequence, which this model does not have')
         if learn == "no":
-            return ContextLengthBias(max_seq_len)
+            return bias.ContextLengthBias(max_seq_len)
         rule = log_length_bias(max_seq_len)
     if not isinstance(rule, str):
         if learn == "quadratic":
@@ -58,13 +48,17 @@ def make_bias(
                 f'learn="quadratic" needs attention_bias="log_visible" or "log_alibi", got attention_bias={rule!r}'
             )
         if learn in ("layer", "head"):
-            return LearnableBias(rule, num_heads if learn == "head" else None)
-        return ConstantBias(rule) if learn == "no" else QueryBias(rule)
+            return bias.LearnableBias(rule, num_heads if learn == "head" else None)
+        return bias.ConstantBias(rule) if learn == "no" else bias.QueryBias(rule)
     if rule not in get_args(Rule):
         raise ValueError(f"attention_bias must be a number or one of {get_args(Rule)}, got {rule!r}")
     if learn == "no":
-        rules = {"log_batch": BatchLengthBias, "log_sample": SampleLengthBias, "log_visible": VisibleKeysBias}
-        return rules.get(rule, AlibiKeysBias)()
+        rules = {
+            "log_batch": bias.BatchLengthBias,
+            "log_sample": bias.SampleLengthBias,
+            "log_visible": bias.VisibleKeysBias,
+        }
+        return rules.get(rule, bias.AlibiKeysBias)()
     if rule not in ("log_visible", "log_alibi") or learn not in ("head", "quadratic"):
         raise ValueError(
             'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" or "log_alibi" '

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.documents import Documents
+from sigattn.nn.guide import warn_once
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.residual_branch import DropPath, LayerScale
-from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 from sigattn.validation import check_not_negative, check_probability
 

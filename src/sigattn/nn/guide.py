@@ -1,5 +1,9 @@
-"""What the practitioner's guide recommends (App. "Practitioner's Guide", Table "practioners"), and for small models."""
+"""What the practitioner's guide recommends (App. "Practitioner's Guide", Table "practioners"), and for small models.
 
+Also warnings of combinations that the paper found hard to train.
+"""
+
+import warnings
 from typing import NamedTuple
 
 from sigattn.ops import scalars, validation
@@ -124,3 +128,13 @@ def recommend(
         raise ValueError("recommend: language needs sequence_length, the length of the longest sequence")
     is_long = domain == "language" and sequence_length is not None and sequence_length > 2048
     return _LONG_LANGUAGE if is_long else _GUIDE[domain, objective]
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn unless this process has given the same warning, so that a model of many layers warns once."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"{message} (Ramapuram et al., 2025)", stacklevel=3)

@@ -15,20 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sigattn.nn import softmax_calls as softmax
 from sigattn.nn.code_search import calling_methods
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.sigmoid_layer import sigmoid_weights
-from sigattn.nn.softmax_calls import (
-    MHA,
-    MHA_NAME,
-    SDPA_NAME,
-    SOFTMAX_NAME,
-    Finding,
-    is_sdpa,
-    known_for_another_softmax,
-    named_as_attention,
-    operator_kind,
-)
+from sigattn.nn.softmax_calls import Finding
 from sigattn.nn.written_softmax import written_softmax
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
@@ -90,7 +81,7 @@ class _Site:
     @property
     def is_certain(self) -> bool:
         """True if a written softmax is an attention's beyond doubt."""
-        return self.over_products or (self.multiplied and named_as_attention(self.module))
+        return self.over_products or (self.multiplied and softmax.named_as_attention(self.module))
 
 
 _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
@@ -192,7 +183,7 @@ class _Trace:
         if not running:
             replaceable, call = False, f"{call} in a hook"
         self.ran.add(module)
-        site = _Site(module, call, replaceable, attention or named_as_attention(module))
+        site = _Site(module, call, replaceable, attention or softmax.named_as_attention(module))
         self.sites.append(site)
         return site
 
@@ -210,7 +201,7 @@ class _Trace:
 
     def findings(self) -> list[Finding]:
         """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
-        written = [site for site in self.sites if site.call == SOFTMAX_NAME]
+        written = [site for site in self.sites if site.call == softmax.SOFTMAX_NAME]
         stay = {site.module for site in written if not (site.replaceable and site.attention and site.is_certain)}
         for site in written:  # replaceable only where every softmax of the layer is
             site.replaceable = site.replaceable and site.module not in stay
@@ -219,8 +210,8 @@ class _Trace:
             sites.setdefault((site.module, site.replaceable), []).append(site)
         findings = []
         for (module, replaceable), same in sites.items():
-            attention = any(site.attention for site in same) and not known_for_another_softmax(module)
-            call = SOFTMAX_NAME if any(site.call == SOFTMAX_NAME for site in same) else same[-1].call
+            attention = any(site.attention for site in same) and not softmax.known_for_another_softmax(module)
+            call = softmax.SOFTMAX_NAME if any(site.call == softmax.SOFTMAX_NAME for site in same) else same[-1].call
             findings.append(Finding(self.names[module], module, call, replaceable, attention))
         order = {module: i for i, module in enumerate(self.names)}
         return sorted(findings, key=lambda f: order[f.module])
@@ -270,7 +261,7 @@ class _Calls(TorchFunctionMode):
         thread, kwargs = trace.thread, kwargs or {}
         if thread.inside_replaceable:
             return func(*args, **kwargs)
-        call = SDPA_NAME if is_sdpa(func) else MHA_NAME if func is MHA else None
+        call = softmax.SDPA_NAME if softmax.is_sdpa(func) else softmax.MHA_NAME if func is softmax.MHA else None
         if call is not None:
             trace.add(call, replaceable=True, attention=True)
         trace.sigmoid_calls += func is sigmoid_weights
@@ -302,7 +293,7 @@ class _Operators(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         base = name.rpartition("::")[2]
-        if (kind := operator_kind(name)) is not None:
+        if (kind := softmax.operator_kind(name)) is not None:
             written = kind == "softmax" and trace.thread.inside_softmax
             site = trace.add(base.lstrip("_"), replaceable=written, attention=kind == "attention")
             if site is not None:

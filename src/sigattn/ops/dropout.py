@@ -45,6 +45,11 @@ def threshold(dropout_p: float) -> int:
     return min(round(dropout_p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
+def keep_scale(dropout_p: float) -> float:
+    """Return the factor of the weights that are kept."""
+    return 1.0 / (1.0 - dropout_p)
+
+
 def _mix(x: Tensor) -> Tensor:
     """Apply splitmix64's finaliser, in which every output bit depends on every input bit; return the low 32 bits."""
     x = x.to(torch.int64) * _GOLDEN

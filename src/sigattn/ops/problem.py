@@ -101,16 +101,6 @@ class Problem(NamedTuple):
             return None
         return Blocks(self.mask_table, self.mask_tiles)
 
-    @property
-    def scale_value(self) -> float:
-        """Factor of Q Kᵀ."""
-        return scale_or_default(self.scale, self.query.shape[-1])
-
-    @property
-    def keep_scale(self) -> float:
-        """Factor of the weights that dropout keeps."""
-        return 1.0 / (1.0 - self.dropout_p)
-
     def bias_value(self) -> float | Tensor:
         """Return the bias, for None the paper's rule, as a number or a tensor broadcastable to (B, Hq, N, 1)."""
         if self.bias is not None:
@@ -169,16 +159,6 @@ class VarlenProblem(NamedTuple):
     def sequences(self) -> int:
         """Number of sequences, B."""
         return self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def scale_value(self) -> float:
-        """Factor of Q Kᵀ."""
-        return scale_or_default(self.scale, self.query.shape[-1])
-
-    @property
-    def keep_scale(self) -> float:
-        """Factor of the weights that dropout keeps."""
-        return 1.0 / (1.0 - self.dropout_p)
 
     def row_ranges(self) -> Iterator[tuple[int, slice, slice]]:
         """Yield the index of each sequence, its rows of queries and its rows of keys; reads (synchronises) offsets."""
@@ -250,11 +230,6 @@ class KVCacheProblem(NamedTuple):
     normalize: bool = False
 
     @property
-    def scale_value(self) -> float:
-        """Factor of Q Kᵀ."""
-        return scale_or_default(self.scale, self.query.shape[-1])
-
-    @property
     def capacity(self) -> int:
         """Largest number of keys of a sample."""
         return self.key.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
@@ -305,6 +280,11 @@ class KVCacheProblem(NamedTuple):
 
 P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 _SHARED = ("seed", "scale", "left", "right", "dropout_p", "fast", "deterministic", "softcap", "normalize")
+
+
+def scale_of(problem: Problem | VarlenProblem | KVCacheProblem) -> float:
+    """Return the factor of Q Kᵀ."""
+    return scale_or_default(problem.scale, problem.query.shape[-1])
 
 
 def _shared_options(problem: VarlenProblem | KVCacheProblem) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.ops.dropout import keep_mask
+from sigattn.ops.dropout import keep_mask, keep_scale
 from sigattn.ops.gradients import Result, Saved, without_saved
 from sigattn.ops.problem import (
     NORMALIZED_MARGIN,
@@ -26,6 +26,7 @@ from sigattn.ops.problem import (
     VarlenProblem,
     in_order_of,
     new_output,
+    scale_of,
 )
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
@@ -136,7 +137,7 @@ def masked_logits(
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     positions = (p.query_offset, p.query_offset + p.query.shape[2])
     columns = (0, p.key.shape[2])
-    logits = p.scale_value * p.query.to(wide) @ key.mT
+    logits = scale_of(p) * p.query.to(wide) @ key.mT
     visible = band(p.left, p.right, positions, columns, logits.device).expand(logits.shape)
     if p.key_lengths is not None:
         visible = visible & _exists(p)[:, None, None, :]
@@ -178,7 +179,7 @@ def _drop(p: Problem, weights: Tensor) -> Tensor:
     batch, heads, n, m = weights.shape
     at = (torch.arange(batch * heads, device=weights.device) + p.first_head).view(batch, heads)
     i, j = torch.arange(p.query_offset, p.query_offset + n, device=at.device), torch.arange(m, device=at.device)
-    return weights * keep_mask(p.seed, at, i, j, p.dropout_p) * p.keep_scale
+    return weights * keep_mask(p.seed, at, i, j, p.dropout_p) * keep_scale(p.dropout_p)
 
 
 def band(

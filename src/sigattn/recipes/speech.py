@@ -18,17 +18,9 @@ LS100 = LS960[:1]
 
 
 def _speech(
-    name: str,
-    about: str,
-    paper: str,
-    parts: tuple[str, ...],
-    model: dict[str, Any],
-    *,
-    spec_augment_from: int = 0,
-    minutes: int = 5,
-    hours: float,
-    **training: Any,
-) -> Recipe:
+    name: str, about: str, paper: str, parts: tuple[str, ...], model: dict[str, Any], *,
+    spec_augment_from: int = 0, minutes: int = 5, hours: float, **training: Any,
+) -> Recipe:  # fmt: skip
     """Return a recipe for parts of LibriSpeech, with ``hours`` of speech in a batch."""
     size = "960" if parts == LS960 else "100"
     return Recipe(

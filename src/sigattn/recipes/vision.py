@@ -18,22 +18,9 @@ STEPS_OF_AN_EPOCH = 1_281_167 // BATCH  # ImageNet-1k; the last batch of an epoc
 
 
 def _vision(
-    name: str,
-    objective: str,
-    about: str,
-    gpus: int,
-    paper: str,
-    model: ModelConfig,
-    task: Task,
-    data: ImageSource,
-    *,
-    epochs: int,
-    warmup: int,
-    rate: float,
-    weight_decay: float,
-    minutes: int,
-    final_rate: float = 1e-6,
-) -> Recipe:
+    name: str, objective: str, about: str, gpus: int, paper: str, model: ModelConfig, task: Task, data: ImageSource, *,
+    epochs: int, warmup: int, rate: float, weight_decay: float, minutes: int, final_rate: float = 1e-6,
+) -> Recipe:  # fmt: skip
     """Return a recipe; the peak learning rate is ``rate`` for a batch of 256 and scaled linearly."""
     peak = rate * BATCH / 256
     training = TrainConfig(

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from sigattn.ops import normalization
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile, rows_of
+from sigattn.ops.dropout import keep_scale
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, in_dtypes, new_gradients, new_result
+from sigattn.ops.problem import UNLIMITED, Problem, in_dtypes, new_gradients, new_result, scale_of
 from sigattn.ops.reference import distances
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
 
 
-def unavailable(_: Problem | VarlenProblem | KVCacheProblem) -> None:
+def unavailable(_: object) -> None:
     """Support every problem; always returns None."""
 
 
@@ -66,7 +67,7 @@ def _attend(problem: Problem, result: Result) -> None:
     tiling = choose_tiles(problem, result.weights, outer=0)
     memory = result.weights if tiling.is_saved else new_memory(problem, tiling)
     for part, (out, weights, row_sums) in groups(problem, tiling, result):
-        tiles, factor = Tiles(part, tiling), part.keep_scale
+        tiles, factor = Tiles(part, tiling), keep_scale(part.dropout_p)
         memory = weights if tiling.is_saved else memory
         tiles.prepare_logits()
         for i, visible in tiles.loop(outer=0):
@@ -104,7 +105,7 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
         for gradient in operands:
             gradient.zero_()
         return
-    tiling, scale = choose_tiles(problem, result.weights, outer=1), problem.scale_value
+    tiling, scale = choose_tiles(problem, result.weights, outer=1), scale_of(problem)
     memory = result.weights if tiling.is_saved else new_memory(problem, tiling)
     memory_of_d = new_memory(problem, tiling)
     has_options = any(g is not None for g in gradients[3:])
@@ -115,7 +116,7 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
         if not tiling.is_saved or part.softcap:
             tiles.prepare_logits()
         d_out = tiles.operand(d_out, tiling.num_queries)  # (G, rep · N, Dv)
-        d_out = d_out if part.seed is None else d_out * part.keep_scale
+        d_out = d_out if part.seed is None else d_out * keep_scale(part.dropout_p)
         query_sum: Tensor | None = None  # (B, H, N, D)
         if d_query is not None and not tiling.is_whole:
             shape, wide = d_query.shape, torch.promote_types(tiling.dtype, torch.float32)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sigattn.ops.block_mask import HIDDEN, runs
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm
+from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm, scale_of
 from sigattn.ops.reference import alibi
 
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
@@ -194,7 +194,7 @@ class Tiles:
         get two columns whose product is b / scale, and the remainder of its rounding.
         """
         p, query, key = self.problem, self.query, self.key
-        scale, bias = p.scale_value, p.bias_value()
+        scale, bias = scale_of(p), p.bias_value()
         if not 2.0**-64 < abs(scale) < 2.0**64:  # b / scale may overflow, and oneDNN does not compute 0 · Q Kᵀ
             query, scale = query * scale, 1.0
         if self.tiling.dtype is torch.bfloat16:

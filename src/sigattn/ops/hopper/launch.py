@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.problem import UNLIMITED, scale_of
 from sigattn.ops.triton import kernel_args, launch_cache, tuning
 from sigattn.ops.triton.kernel_args import IN_ROWS, Launch
 
@@ -133,7 +133,7 @@ def run(prepared: Launch, name: str, **own: Any) -> None:
         "scales": common.Scales(
             z=arguments["scales"].z, bias=bias.value, unit=unit, lower=2.0 ** (grad_shift - bias.shift),
             out=1.0 if o.NORMALIZE and name == tuning.FWD else unit,
-            logit=prepared.problem.scale_value * 2.0**-grad_shift, lift=bias.shift * math.log(2),
+            logit=scale_of(prepared.problem) * 2.0**-grad_shift, lift=bias.shift * math.log(2),
         ),
         "OPT": common.HopperOptions(
             WIDTHS[name], config.block, config.stages, o.GROUP, CAUSAL=prepared.problem.right == 0,
@@ -150,5 +150,5 @@ def run_fused(prepared: Launch) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = (torch.empty_like(t) for t in (p.query, p.key, p.value))
     sums = torch.zeros_like(p.query, dtype=torch.float32)  # in the order of the result
     run(prepared, tuning.FUSED, grad_query=sums, grad_key=grad_key, grad_value=grad_value)
-    torch.mul(sums, p.scale_value * 2.0 ** -min(prepared.arguments["bias"].shift, 7.0), out=grad_query)
+    torch.mul(sums, scale_of(p) * 2.0 ** -min(prepared.arguments["bias"].shift, 7.0), out=grad_query)
     return grad_query, grad_key, grad_value

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops import normalization
-from sigattn.ops.dropout import column_hashes, row_hashes, threshold
+from sigattn.ops.dropout import column_hashes, keep_scale, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import make_plan, round_up
@@ -242,7 +242,8 @@ class _Call:
         heads = torch.arange(p.query.shape[0] * p.query.shape[1], device=device) + p.first_head
         rows = torch.arange(p.query.shape[2], device=device) + p.query_offset
         columns = torch.arange(round_up(p.key.shape[2], self.kernels.tile), device=device)
-        self.args.dropout, self.args.keep_from, self.args.keep_scale = 1, threshold(p.dropout_p), p.keep_scale
+        self.args.dropout, self.args.keep_from = 1, threshold(p.dropout_p)
+        self.args.keep_scale = keep_scale(p.dropout_p)
         self.set("row_hashes", row_hashes(seed, heads, rows))
         self.set("column_hashes", column_hashes(seed, columns))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import dropout
-from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops.problem import NORMALIZED_MARGIN, UNLIMITED, KVCacheProblem, Problem, VarlenProblem, scale_of
 from sigattn.ops.triton import activation, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
 
@@ -129,7 +129,7 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     if options.WGMMA and query.dtype is torch.float32 and width <= 128 and options.PRECISION == "ieee":
         is_plain = not (_fills_registers(options) or options.NORMALIZE)
         options = options._replace(PRECISION="bf16x6" if is_plain and width > 64 else "tf32x3")
-    arguments = common_arguments(p, batch, heads, p.keep_scale) | {
+    arguments = common_arguments(p, batch, heads, dropout.keep_scale(p.dropout_p)) | {
         "bias": bias, "bias_b": bias_b, "bias_h": bias_h, "mask": mask, "blocks": blocks, "sequences": sequences,
         "seed": p.seed, "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
         "len_q": n, "len_k": m, "heads": heads, "query_offset": query_offset,
@@ -142,7 +142,7 @@ def common_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that are the same for dense and packed problems and those with a cache."""
     slopes = p.alibi_slopes
-    z, cap = (-p.softcap, p.scale_value / p.softcap) if p.softcap else (-p.scale_value, 0.0)
+    z, cap = (-p.softcap, scale_of(p) / p.softcap) if p.softcap else (-scale_of(p), 0.0)
     return {
         "query": p.query, "key": p.key, "value": p.value,
         "left": min(p.left, _MAX_SIDE), "right": min(p.right, _MAX_SIDE),

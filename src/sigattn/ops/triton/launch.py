@@ -7,10 +7,11 @@ import torch
 import triton
 from torch import Tensor
 
+from sigattn.ops.dropout import keep_scale
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, without_saved
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.normalization import add_parts
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output, new_row_sums
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output, new_row_sums, scale_of
 from sigattn.ops.triton import kernel_args, launch_cache, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
 from sigattn.ops.triton.decode import decode_kernel
@@ -81,7 +82,7 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
     """Return the gradients that are needed. result: that of the forward pass, if the problem normalises."""
     launch = kernel_args.prepare(problem)
     p, grad_out = launch.problem, limit_strides(grad_out)
-    scales = launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale))
+    scales = launch.arguments["scales"]._replace(logit=to_float32(scale_of(p) * keep_scale(p.dropout_p)))
     launch.arguments |= {"grad_out": grad_out, "scales": scales, "row_terms": None, "pitch": 0}
     out = row_sums = None
     if result:  # the kernel for dQ writes what that for dK and dV needs of each row
