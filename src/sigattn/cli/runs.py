@@ -64,14 +64,9 @@ def check_run_folder(folder: Path, resume: bool) -> None:
 
 
 def run_training(
-    recipe: Recipe,
-    data: Data,
-    folder: Path,
-    *,
-    resume: bool,
-    on_start: Callable[[], None],
+    recipe: Recipe, data: Data, folder: Path, *, resume: bool, on_start: Callable[[], None],
     weights: Mapping[str, Tensor] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train a recipe in a folder (``train.loop.train``) and show the progress; return the measurements of each step."""
     with TrainingProgress(recipe.training.max_steps, quiet=not init_process_mesh().is_main_process) as progress:
         run = (recipe.task, recipe.model, recipe.training, data, folder)

@@ -66,14 +66,9 @@ class Speech(Data):
     batch_unit = "seconds"
 
     def __init__(
-        self,
-        training: Sequence[Utterance],
-        held_out: Sequence[Utterance],
-        tokenizer: "CharTokenizer",
-        *,
-        num_mel_bins: int = 80,
-        spec_augment_from: int | None = 0,
-    ) -> None:
+        self, training: Sequence[Utterance], held_out: Sequence[Utterance], tokenizer: "CharTokenizer", *,
+        num_mel_bins: int = 80, spec_augment_from: int | None = 0,
+    ) -> None:  # fmt: skip
         self.training, self.held_out, self.tokenizer = training, held_out, tokenizer
         self.num_mel_bins, self.spec_augment_from = num_mel_bins, spec_augment_from
         files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}

@@ -60,15 +60,9 @@ class TextData(Data):
     """
 
     def __init__(
-        self,
-        tokens: Int[Tensor, " tokens"],
-        seq_len: int,
-        fingerprint: str,
-        *,
-        held_out: int = 64,
-        held_out_fraction: float = 0.1,
-        vocab_size: int = 256,
-    ) -> None:
+        self, tokens: Int[Tensor, " tokens"], seq_len: int, fingerprint: str, *, held_out: int = 64,
+        held_out_fraction: float = 0.1, vocab_size: int = 256,
+    ) -> None:  # fmt: skip
         cut = len(tokens) - int(held_out_fraction * len(tokens))
         if min(cut, len(tokens) - cut) <= seq_len:
             smaller = min(held_out_fraction, 1 - held_out_fraction)

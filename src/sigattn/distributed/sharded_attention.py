@@ -19,24 +19,11 @@ _NAME = "context_parallel_attention"
 
 
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mesh: DeviceMesh,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    bias: float | Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    length: int | None = None,
-    balanced: bool | None = None,
-    softcap: float = 0.0,
-    normalize: bool = False,
-    backend: str | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, mesh: DeviceMesh, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, bias: float | Tensor | None = None, window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None, key_lengths: Tensor | None = None, length: int | None = None,
+    balanced: bool | None = None, softcap: float = 0.0, normalize: bool = False, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """Compute self-attention over sequences whose positions are sharded over the processes of a mesh.
 
     This is a collective: all processes of the mesh must call it, each with its own part.

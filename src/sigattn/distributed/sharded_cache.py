@@ -18,23 +18,11 @@ _NAME = "sharded_cache_attention"
 
 
 def sharded_cache_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    mesh: DeviceMesh,
-    cache_seqlens: Tensor,
-    sigmoid_bias: float | Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    normalize: bool = False,
-    backend: str | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, mesh: DeviceMesh,
+    cache_seqlens: Tensor, sigmoid_bias: float | Tensor, softmax_scale: float | None = None, causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    normalize: bool = False, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``sigattn.flash.flash_attn_with_kvcache`` with a cache that is sharded over the processes of a mesh.
 
     This is a collective: all processes call it with the same arguments, except for the caches. Process r holds

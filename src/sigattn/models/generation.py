@@ -50,12 +50,9 @@ class SamplingConfig:
 
 
 def sample(
-    model: Any,
-    prompts: list[Tensor],
-    max_new_tokens: int,
-    config: SamplingConfig,
+    model: Any, prompts: list[Tensor], max_new_tokens: int, config: SamplingConfig,
     generator: torch.Generator | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Add up to ``max_new_tokens`` tokens to each prompt; return the sequences, cut after their stop tokens.
 
     Prompts of different lengths are padded on the left; padding is masked. When a sequence exceeds the context of the

@@ -36,22 +36,11 @@ class AttentionStatistics(NamedTuple):
 
 @torch.no_grad()
 def attention_statistics(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    bias: float | Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float = 0.0,
-    normalize: bool = False,
-    activation: str = "sigmoid",
-) -> AttentionStatistics:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, key_lengths: Tensor | None = None,
+    softcap: float = 0.0, normalize: bool = False, activation: str = "sigmoid",
+) -> AttentionStatistics:  # fmt: skip
     """Compute statistics of attention weights and outputs, in memory linear in the length, without gradient.
 
     Args:

@@ -35,16 +35,9 @@ class CheckpointError(UserError):
 
 
 def save(
-    folder: Path,
-    module: nn.Module,
-    optimizer: Optimizer,
-    step: int,
-    settings: dict[str, Any],
-    processes: ProcessMesh,
-    *,
-    average: nn.Module | None = None,
-    keep_checkpoints: int = 2,
-) -> Path:
+    folder: Path, module: nn.Module, optimizer: Optimizer, step: int, settings: dict[str, Any], processes: ProcessMesh,
+    *, average: nn.Module | None = None, keep_checkpoints: int = 2,
+) -> Path:  # fmt: skip
     """Write the state after ``step`` steps, and delete all but the ``keep_checkpoints`` newest checkpoints.
 
     ``settings`` are stored as JSON in the same folder, and compared when the run is resumed. Returns the folder of the
@@ -100,14 +93,9 @@ def check_no_checkpoints(folder: Path, setting: str = "folder") -> None:
 
 
 def load(
-    path: Path,
-    module: nn.Module,
-    optimizer: Optimizer,
-    settings: dict[str, Any],
-    processes: ProcessMesh,
-    *,
+    path: Path, module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], processes: ProcessMesh, *,
     average: nn.Module | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Load a checkpoint into a module and an optimiser built like those that were saved; return the steps done.
 
     Raises CheckpointError if the checkpoint is damaged, or comes from a run with another configuration.

@@ -194,15 +194,9 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        task: Task,
-        model: ModelConfig,
-        config: TrainConfig,
-        data: Data,
-        processes: ProcessMesh,
-        folder: Path,
+        self, task: Task, model: ModelConfig, config: TrainConfig, data: Data, processes: ProcessMesh, folder: Path,
         weights: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _check_context(task, model, config)
         module = task.build(model)
         if weights is not None:
@@ -241,12 +235,9 @@ class Trainer:
         return done
 
     def train(
-        self,
-        done: int,
-        settings: dict[str, Any],
-        log: MetricsLog | None,
+        self, done: int, settings: dict[str, Any], log: MetricsLog | None,
         on_row: Callable[[Row], None] = lambda _: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run the steps after the first ``done``, with validations and checkpoints; ``on_row`` and errors: ``train``.
 
         ``settings`` are compared when the run is resumed; ``log`` is that of the main process.
