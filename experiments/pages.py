@@ -293,12 +293,12 @@ def findings_table(pages: Sequence[Page]) -> str:
     parts = ["# Results", "", count_verdicts(pages), "", INTRODUCTION]
     for kind, title in KINDS.items():
         rows = [
-            (f"[{page.title}]({page.name}/page.md)", page.source, _finding(page))
+            (f"[{page.title}]({page.name}/page.md)", _finding(page), page.source)
             for page in ordered
             if page.kind == kind
         ]
         if rows:
-            parts += ["", f"## {title}", "", markdown_table(("experiment", "in the paper", "finding"), rows)]
+            parts += ["", f"## {title}", "", markdown_table(("experiment", "finding", "in the paper"), rows)]
     return "\n".join(parts) + "\n"
 
 
