@@ -32,7 +32,7 @@ def _spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
     return "".join(IN_ASCII.get(character, "?") for character in missing), error.end
 
 
-codecs.register_error("sigattn.ascii", _spell_in_ascii)
+codecs.register_error("sigattn-ascii", _spell_in_ascii)
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def exit_on_errors(program: str) -> Iterator[None]:
     """Exit with a code and one line for the errors of a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="sigattn.ascii")
+            stream.reconfigure(errors="sigattn-ascii")
     try:
         yield
     except BrokenPipeError:  # the reader of the output has exited, for example head
