@@ -47,17 +47,9 @@ class Block(nn.Module):
     feed_forward_norm: nn.Module
 
     def __init__(
-        self,
-        attention: Attention,
-        feed_forward: nn.Module,
-        embed_dim: int,
-        *,
-        norm_placement: NormPlacement = "pre",
-        norm: Norm = "rms",
-        init_values: float | None = None,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-    ) -> None:
+        self, attention: Attention, feed_forward: nn.Module, embed_dim: int, *, norm_placement: NormPlacement = "pre",
+        norm: Norm = "rms", init_values: float | None = None, dropout: float = 0.0, drop_path: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         if norm_placement not in get_args(NormPlacement):
             raise ValueError(f"norm_placement must be one of {get_args(NormPlacement)}, got {norm_placement!r}")

@@ -68,15 +68,9 @@ class Cape(_Augmented):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        *,
-        step: float = 0.03,
-        frequency_scale: float = 30.0,
-        max_global_shift: float = 30.0,
-        max_local_shift: float = 0.5,
-        max_scale: float = 1.0,
-    ) -> None:
+        self, embed_dim: int, *, step: float = 0.03, frequency_scale: float = 30.0, max_global_shift: float = 30.0,
+        max_local_shift: float = 0.5, max_scale: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
         self.step: float = step
         self.frequency_scale: float = frequency_scale

@@ -62,15 +62,9 @@ class ConformerBlock(nn.Module):
     last: MLP
 
     def __init__(
-        self,
-        attention: Attention,
-        embed_dim: int,
-        mlp_dim: int,
-        *,
-        kernel_size: int = 31,
-        init_values: float | None = None,
-        dropout: float = 0.0,
-    ) -> None:
+        self, attention: Attention, embed_dim: int, mlp_dim: int, *, kernel_size: int = 31,
+        init_values: float | None = None, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.first, self.last = (MLP(embed_dim, mlp_dim, dropout, activation="swish") for _ in range(2))
         self.attention = attention
