@@ -15,15 +15,16 @@ from transformers import AutoConfig, AutoModel  # noqa: E402
 from sigattn.conversion import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from tests.conversion.layers import refused  # noqa: E402
+from tests.conversion.test_fit import of_transformers  # noqa: E402
 from tests.integrations.small_models import model_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("kind", ["gemma2", "t5"])
 def test_the_losses_are_those_of_the_model_before_and_after(kind):
-    model, ids = model_of(kind), torch.randint(3, 50, (6, 2, 12))
-    batches = [{"input_ids": i, "labels": i} for i in ids]
+    model, batches = of_transformers(kind)
+    batches = [{name: batch[name] for name in ("input_ids", "labels")} for batch in batches]
     with torch.no_grad():
         before = float(model(**batches[-1]).loss)
         report = convert(model, batches)

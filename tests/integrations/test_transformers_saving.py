@@ -244,7 +244,7 @@ class TestCompositeModels:
         assert not torch.equal(outputs_of_clip(model)[0], outputs_of_clip(loaded)[0])
 
     def test_a_part_that_was_converted(self, tmp_path):
-        """While the whole runs; the whole is loaded with one part sigmoid and the other softmax, or this part alone."""
+        """While the whole runs; the whole is loaded with one part sigmoid and the other softmax."""
         model, inputs = model_of("clip"), inputs_of("clip")
         before = outputs_of_clip(model)
         report = convert(model.text_model, [inputs] * 2, loss=lambda _, batch: model(**batch).logits_per_text.mean())
@@ -257,9 +257,14 @@ class TestCompositeModels:
         assert all(map(torch.equal, outputs_of_clip(loaded), after))
         with pytest.raises(ValueError, match="vision_model"):
             sigmoid.check(loaded, **inputs)
+
+    def test_learned_biases_are_those_of_the_parts(self, tmp_path):
+        """A part's own configuration lists its layers, whether the part or the whole was saved."""
+        model, ids = sigmoid_model("clip", "learned"), inputs_of("clip")["input_ids"]
+        model.save_pretrained(tmp_path / "whole")
         model.text_model.save_pretrained(tmp_path / "part")
         for folder in ("whole", "part"):
-            part, ids = type(model.text_model).from_pretrained(tmp_path / folder), inputs["input_ids"]
+            part = type(model.text_model).from_pretrained(tmp_path / folder)
             torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
 
     def test_parts_with_their_own_implementation_or_bias(self, tmp_path):
@@ -384,13 +389,13 @@ def test_a_kept_layer_stays_softmax_when_it_is_saved(kind, by_batches, tmp_path)
         options = {"batches": [inputs] * 2} if by_batches else {"bias": -2.0, "normalize": False}
         report = convert(model, keep=[pattern], **options)
         assert [s.outcome for s in report.softmax] == ["materialised" if kind == "bloom" else "converted", "kept"]
-        assert replaced(model) == (["transformer.h.0.self_attention"] if kind == "bloom" else [])
         with pytest.raises(ValueError, match=rf"compute a softmax: {layers}\.1\.[a-z_]+$"):
             sigmoid.check(model, **inputs)
         expected = model(**inputs).logits
         seen = inputs["attention_mask"].bool()
         assert torch.allclose(expected[seen], before[seen], rtol=0.02, atol=0.05) == by_batches
         for dtype in (torch.float32, torch.float64):
+            assert replaced(model) == (["transformer.h.0.self_attention"] if kind == "bloom" else [])
             model.save_pretrained(tmp_path)
             model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
             torch.testing.assert_close(model(**inputs).logits[seen].float(), expected[seen])
