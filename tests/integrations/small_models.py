@@ -35,7 +35,7 @@ SIZES = {
     "whisper": WHISPER,  # cross-attention
     "bart": {**BART, "max_position_embeddings": 64, "forced_eos_token_id": None},
     "clip": CLIP,
-    "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 2.0},  # windows, and logits that are capped
+    "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 0.5},  # windows, and logits that are capped
     "gemma3": GEMMA3,  # composite
     "t5": {**T5, "decoder_start_token_id": 0},  # position biases, and cross-attention
     "t5gemma": {"encoder": MODULE, "decoder": MODULE, "vocab_size": 50},
