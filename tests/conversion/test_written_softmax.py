@@ -21,6 +21,62 @@ class Merged(Written):
         ).view(logits.shape)
 
 
+class MaskedSoftmax(torch.autograd.Function):
+    """With a backward pass of its own, as ``XSoftmax`` of DeBERTa's first code."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        hidden = logits < -1000
+        weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(logits.dtype).min), -1)
+        ctx.save_for_backward(weights.masked_fill_(hidden, 0))
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weights,) = ctx.saved_tensors
+        return weights * (grad - (grad * weights).sum(-1, keepdim=True))
+
+
+class Halved(MaskedSoftmax):
+    @staticmethod
+    def backward(ctx, grad):
+        return MaskedSoftmax.backward(ctx, grad / 2)
+
+
+class OwnBackward(Written):
+    def weights(self, logits):
+        return MaskedSoftmax.apply(logits)
+
+
+class Watched(OwnBackward):
+    def weights(self, logits):
+        self.seen = super().weights(logits)
+        return self.seen
+
+
+class HalvedGradient(Written):
+    def weights(self, logits):
+        return Halved.apply(logits)
+
+
+class Positional(Written):
+    """Adds weights of positions to those of products, as ConViT, and removes its buffers, which ConViT replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 2, 6, 6))
+        for i in range(64):
+            self.register_buffer(f"table{i}", torch.zeros(3), persistent=False)
+
+    def forward(self, x, mask=None):
+        for i in range(64):  # activations have their addresses
+            setattr(self, f"table{i}", None)
+        return super().forward(x, mask)
+
+    def weights(self, logits):
+        return 0.75 * super().weights(logits) + 0.25 * super().weights(self.positions.expand_as(logits))
+
+
 def with_formula(layer, normalize=True):
     """Return a layer in float64 with weights σ(logits + b), 0 where masked; b is the rule of the visible keys."""
     layer = copy.deepcopy(layer).double()
@@ -74,6 +130,47 @@ def test_gradients_dtypes_and_copies():
     assert (half - reference(x.double())).abs().max() <= allowed
 
 
+def test_a_sum_of_weights():
+    layer, x = Positional(), torch.randn(2, 6, 16)
+    softmax = copy.deepcopy(layer)
+    report = convert(layer, example=(x,))
+    assert [s.outcome for s in report.softmax] == ["materialised"]
+
+    def sigmoid(logits):
+        weights = torch.sigmoid(logits - torch.tensor(6.0).double().log() - 6)
+        return weights / weights.sum(-1, keepdim=True)
+
+    softmax, found = softmax.double(), layer(x)
+    softmax.weights = lambda s: 0.75 * sigmoid(s) + 0.25 * sigmoid(softmax.positions)
+    torch.testing.assert_close(found.double(), softmax(x.double()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_an_autograd_function_around_the_softmax(normalize):
+    """Its backward pass is softmax's, and does not run; softmax layers keep it."""
+    layer, x, mask = Watched(), torch.randn(2, 6, 16), hidden(-1e4)
+    softmax, kept = Written(), Watched()
+    softmax.load_state_dict(kept.state_dict())
+    expected = torch.autograd.grad(
+        with_formula(layer, normalize)(y := x.double().requires_grad_(), mask.double()).sum(), y
+    )
+    convert(layer, example=(x, mask), normalize=normalize)
+    found = torch.autograd.grad(layer(z := x.clone().requires_grad_(), mask).sum(), z)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(layer.seen == 0, (mask < -1000).expand_as(layer.seen))
+    x.requires_grad_()
+    theirs, ours = (torch.autograd.grad(m(x, hidden(-1e4)[1:]).sum(), x)[0] for m in (softmax, kept))
+    torch.testing.assert_close(ours, theirs)
+    assert "SoftmaxBackward" in type(kept.seen.grad_fn).__name__
+
+
+def test_an_autograd_function_with_another_derivative_is_refused():
+    layer, x = HalvedGradient(), torch.randn(2, 6, 16, requires_grad=True)
+    convert(layer, example=(x,))
+    with pytest.raises(RuntimeError, match=r"HalvedGradient .* an autograd.Function, around its attention function"):
+        layer(x)
+
+
 def test_nan_is_not_masked():
     layer, x = Written(), torch.randn(2, 6, 16)
     convert(layer, example=(x,))
@@ -82,7 +179,7 @@ def test_nan_is_not_masked():
     assert torch.equal(layer(x, mask).isnan().any(-1).nonzero(), torch.tensor([[0, 2]]))
 
 
-@pytest.mark.parametrize("kind", [Written, Merged])
+@pytest.mark.parametrize("kind", [Written, Merged, OwnBackward])
 def test_fitted_weights_are_nearly_those_of_softmax(kind):
     torch.manual_seed(0)
     layer = kind()

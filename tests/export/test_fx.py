@@ -47,3 +47,12 @@ def test_symbolic_trace(module):
     for length in (5, 9):
         x = torch.randn(2, length, 16)
         torch.testing.assert_close(traced(x), module(x))
+
+
+@pytest.mark.parametrize("kind", ["converted layer", "Attention"])
+def test_a_layer_alone_is_refused(kind):
+    layer = (
+        Attention(16, 2, activation="sigmoid", attention_bias=-2.0) if kind == "Attention" else converted(Heads())[1]
+    )
+    with pytest.raises(TypeError, match=r"is one node for torch\.fx: trace a module that contains it"):
+        fx.symbolic_trace(layer)

@@ -151,6 +151,22 @@ def calling_methods(kind: Any) -> list[str]:
     return sorted(n for n in names - {"forward"} if isinstance(inspect.getattr_static(kind, n), types.FunctionType))
 
 
+def autograd_functions(kind: Any) -> set[type[torch.autograd.Function]]:
+    """Return the autograd functions around a softmax or attention that the methods of a class of layers can name."""
+    found, seen = set[Any](), set[Any]()
+    waiting = [function for _, function in _methods(kind)]
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        for value in _values_named(function, _names_in(function)):
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                found.add(value)
+            elif not isinstance(value, type) and _followed(getattr(value, "__module__", None)):
+                waiting += [f for f in _functions_in(value) if f not in seen]
+    attention = ATTENTION_NAMES | SOFTMAX_NAMES
+    return {f for f in found if _calls_of_helper(f, frozenset({"forward"}), _DEPTH) & attention}
+
+
 def _calls_of_graph(scripted: Any) -> frozenset[str]:
     try:
         graph = str(scripted.graph)

@@ -64,7 +64,7 @@ class CallObserver:
         if mask is not None and mask.is_floating_point():
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
         problem = make_problem(Problem, query, key, value, attn_mask=mask, **options)
-        with _without_function_modes():
+        with without_function_modes():
             return self.attend(AttentionCall(self.name, problem, softmax, normalized))
 
     def answer_written(self, call: WrittenSoftmax) -> Tensor:
@@ -73,13 +73,13 @@ class CallObserver:
         def softmax() -> Tensor:
             return torch.softmax(call.logits, -1, dtype=call.dtype)
 
-        with _without_function_modes():
+        with without_function_modes():
             weights: Tensor = self.attend(AttentionCall(self.name, call, softmax, lambda b: call.weights(b, True)))
         return weights
 
 
 @contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
     """Within the context no ``TorchFunctionMode`` is active: those of the layers around a call refuse its softmax."""
     with contextlib.ExitStack() as stack:
         for _ in range(torch._C._len_torch_function_stack()):

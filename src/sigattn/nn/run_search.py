@@ -120,7 +120,9 @@ class _Trace:
 
     def __init__(self, model: nn.Module, skipped: tuple[type[nn.Module], ...]) -> None:
         self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-        self.parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
+        # kept alive: activations would have the address of a buffer that the model replaces when it runs
+        self.tensors = (*model.parameters(), *model.buffers())
+        self.parameters = {_storage(t) for t in self.tensors} - {_NO_STORAGE}
         self.skipped = skipped
         self.thread = _Thread()
         self.ran: set[nn.Module] = set()
@@ -360,9 +362,11 @@ class _Operators(TorchDispatchMode):
         for weights, other in (factors, factors[::-1]):
             marks = trace.weights.get(weights, ())
             if marks and not trace.is_parameter(other):
-                for mark in marks:
-                    if isinstance(mark, _Site):
-                        mark.attention = mark.multiplied = True
+                sites = [m for m in marks if isinstance(m, _Site)]
+                over_products = any(site.over_products for site in sites)  # of a sum of weights, as in ConViT, too
+                for site in sites:
+                    site.attention = site.multiplied = True
+                    site.over_products |= over_products
                 plain = not trace.weights.get(other)  # in linear attention it is a product of an exponential
                 products |= {_Product(m, plain) for m in marks if isinstance(m, _Exponential)}
             elif marks and output.numel() == weights.numel():  # a learned mixture of heads

@@ -17,8 +17,9 @@ from torch.overrides import (
 )
 from torch.utils import checkpoint
 
+from sigattn.nn.autograd_functions import run_as_code
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.code_search import calling_methods
+from sigattn.nn.code_search import autograd_functions, calling_methods
 from sigattn.nn.multihead import (
     SigmoidMultiheadAttention,
     UnfusedMultihead,
@@ -94,13 +95,24 @@ def sigmoid_class(kind: Any, mixin: Any = SigmoidLayer) -> type[nn.Module]:
     bases = (mixin, UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (mixin, kind)
     members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in calling_methods(kind)}
     members |= {"softmax_class": kind, "mixin": mixin, "__module__": kind.__module__}
+    for function in autograd_functions(kind):
+        run_as_code(function, _is_within)
     return type(f"Sigmoid{kind.__name__}", bases, members)
+
+
+def _modes() -> list[Any]:
+    return [m for m in _get_current_function_mode_stack() if isinstance(m, _SigmoidMode)]
+
+
+def _is_within() -> bool:
+    """Return True within a layer that computes sigmoid attention."""
+    return bool(_modes())
 
 
 def _in_sigmoid_mode(method: Any) -> Any:
     @functools.wraps(method)
     def wrapped(self: SigmoidLayer, *args: Any, **kwargs: Any) -> Any:
-        modes = [m for m in _get_current_function_mode_stack() if isinstance(m, _SigmoidMode)]
+        modes = _modes()
         if modes and modes[-1].layer is self:  # of its forward, which counts its calls
             return method(self, *args, **kwargs)
         with _SigmoidMode(self):

@@ -71,11 +71,14 @@ def named_as_attention(module: nn.Module) -> bool:
 
 
 def known_for_another_softmax(module: nn.Module) -> bool:
-    """Return True for a layer of transformers whose softmax is no attention's, although its product looks like it."""
-    return type(module).__name__ in _NO_ATTENTION
+    """Return True for a layer whose softmax is no attention's, although its product looks like it.
+
+    It is a layer of transformers, or one with sigmoid attention and a second softmax that stays.
+    """
+    return type(module).__name__ in _NO_ATTENTION or getattr(type(module), "softmax_allowed", False)
 
 
-_OTHER_NAMES = {"MgpstrA3Module"}  # attention of learned queries
+_OTHER_NAMES = {"MgpstrA3Module", "GlobalContext"}  # attention of learned queries
 _NO_ATTENTION = {
     "DeepseekV4HyperConnection",  # mixtures of residual streams
     "Glm5NextTextHyperConnection",

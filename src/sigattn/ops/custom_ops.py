@@ -376,7 +376,8 @@ def record(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Any:
 
 def record_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the proxy of a layer's call, which becomes one node of the graph; None if no argument is a proxy."""
-    for argument in (*args, *kwargs.values()):
+    # the arguments of a root whose forward takes any number of them are one proxy
+    for argument in (args,) if isinstance(args, Proxy) else (*args, *kwargs.values()):
         if isinstance(argument, Proxy):
             tracer: Any = argument.tracer
             if module is tracer.root:

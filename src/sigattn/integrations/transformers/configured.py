@@ -24,15 +24,15 @@ ATTRIBUTE = "sigmoid_bias"  # of a layer: its learned bias; of a configuration: 
 REST = ""  # key of a record: the bias of layers that it does not list
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 _REFUSED = {
-    "ConvBertSelfAttention": "half of its heads are a convolution whose kernel is a softmax, not of keys",
     "GroupViTAssignAttention": "it assigns each key to one group",
     "NystromformerSelfAttention": "it approximates a softmax by a product of three",
-    "modeling_sew_d.DisentangledSelfAttention": "its softmax has a derivative of its own",
     "SwiftFormerEfficientAdditiveAttention": "it is additive attention without keys",
 }
 _EXTEND_MASKS = {"DeepseekV4Attention"}  # layers of the interface that append numbers to the mask
 # layers whose ALiBi has another level for each length of a call, with a cache and without, which softmax does not see
 _WITHOUT_LEVEL = {"MptAttention"}
+# layers with a second softmax, of a convolution's kernel, over another dimension than the last: it stays
+_WITH_KERNEL = {"ConvBertSelfAttention"}
 _SAMPLED = "DeformableAttention"  # end of names
 
 
@@ -44,6 +44,10 @@ class ConfiguredLayer(SigmoidLayer):
     """Mixin of a layer's class: sigmoid attention with the bias of the model's configuration."""
 
     writes_softmax = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.softmax_allowed = cls.softmax_class.__name__ in _WITH_KERNEL
 
     def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
         return _settings(self)
@@ -84,7 +88,7 @@ def reason_against(layer: nn.Module) -> str | None:
         return "its weights are those of sampled points, not of keys"
     if not reachable_calls(layer) & (ATTENTION_NAMES | PRODUCT_NAMES):
         return "its weights are not multiplied with a matrix of values"
-    return _REFUSED.get(kind.__name__) or _REFUSED.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
+    return _REFUSED.get(kind.__name__)
 
 
 def needs_numbers(layer: nn.Module) -> bool:
