@@ -160,6 +160,7 @@ def damage(path, content):
 def test_folders_without_a_run_are_named(tmp_path, capsys):
     for command in ("evaluate", "generate", "probe"):
         mistake([command, tmp_path], DATA, f"cannot read the run in {tmp_path}: it holds no run.json", capsys)
+        mistake([command, tmp_path / "x"], DATA, f"the run in {tmp_path / 'x'}: there is no such folder", capsys)
     mistake(["convert", tmp_path], DATA, "holds neither a run (run.json) nor a model", capsys)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     message = "holds a model of transformers (model_type 'llama'), which sigattn's commands do not read: load it in "

@@ -102,9 +102,8 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
     Raises DataError if the folder holds no run or one of another version, or run.json or the tokenizer has changed.
     """
     if not (folder / RUN).exists():
-        raise DataError(
-            f"cannot read the run in {folder}: it holds no run.json; name a folder of sigattn train or convert"
-        )
+        reason = "it holds no run.json" if folder.exists() else "there is no such folder"
+        raise DataError(f"cannot read the run in {folder}: {reason}; name a folder of sigattn train or convert")
     try:
         keys: dict[str, Any] = dict.fromkeys(("data", "tokenizer"), files.TEXT_OR_NONE)
         keys |= dict.fromkeys(("model", "task", "training"), dict)

@@ -222,8 +222,11 @@ def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -
     except ConversionError:
         raise
     except Exception as error:
+        advice = ""
+        if loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
+            advice = ". A tuple has the arguments of one call: for pairs of inputs and targets pass loss=…"
         raise ConversionError(
-            f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}"
+            f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}{advice}"
         ) from error
 
 
