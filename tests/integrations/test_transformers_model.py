@@ -9,10 +9,14 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from sigattn import cli  # noqa: E402
+from sigattn.cli.runs import write_run  # noqa: E402
 from sigattn.data.tokens import END, train_tokenizer  # noqa: E402
 from sigattn.integrations.transformers import model as model_integration  # noqa: E402
+from sigattn.models import saving  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 from sigattn.nn.documents import Documents  # noqa: E402
+from sigattn.recipes import find_recipe  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"vocab_size": 30, "max_seq_len": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
@@ -206,3 +210,20 @@ def test_a_tokenizer_goes_along(tmp_path):
     assert loaded.generate(**batch, max_new_tokens=4, do_sample=False).shape[0] == 2
     with pytest.raises(FileExistsError, match=r"t\.json"):
         model_integration.export(model, tmp_path / "t.json")
+
+
+def test_a_model_of_bytes_has_a_tokenizer_that_its_server_can_use(tmp_path):
+    """Also of text that is not ASCII, and of names that look like tokens; a cut character is replaced."""
+    saving.save(LanguageModel(LanguageModelConfig(**{**SMALL, "vocab_size": 256})), tmp_path / "run" / "model")
+    write_run(tmp_path / "run", find_recipe("lm-1b-2k-tiny"), "lm-1b-2k-tiny", None, None)
+    cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("def f(x):\n\treturn  x ", " σ ≤ 1 – 🦜", "<0x41> [UNK] </s>"):
+        assert theirs(text).input_ids == list(text.encode())
+        assert theirs.decode(list(text.encode())) == text
+    assert theirs.decode([65, 0xCF]) == "A\N{REPLACEMENT CHARACTER}"
+    theirs.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    theirs.save_pretrained(tmp_path / "out")
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "class "}]
+    assert again.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "class "

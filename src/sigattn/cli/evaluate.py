@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from sigattn.cli.runs import TOKENIZER, load_language_model, read_run
+from sigattn.cli.runs import load_language_model, read_run
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import END
+from sigattn.data.tokens import END, make_byte_tokenizer
 from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.vision import ViT
@@ -120,9 +120,10 @@ def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, 
     from sigattn.integrations.transformers.model import export as export_model
 
     model, tokenizer, end = load_language_model(folder)
-    path = None if tokenizer is None else folder / TOKENIZER
+    if tokenizer is None:
+        tokenizer = make_byte_tokenizer()
     with saving.tensor_file_errors(save):
-        export_model(model, save, path, None if end is None else END)
+        export_model(model, save, tokenizer, None if end is None else END)
     print(f"{save}: import sigattn.integrations.transformers, then AutoModelForCausalLM.from_pretrained")
 
 

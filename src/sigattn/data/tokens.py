@@ -7,6 +7,7 @@ windows drawn from it, so that a run can be resumed exactly.
 import array
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -38,6 +39,19 @@ def load_tokenizer(path: Path) -> Any:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
     tokenizer.no_truncation()  # it would silently cut documents, e.g. at the 512 tokens of an encoder
     tokenizer.no_padding()
+    return tokenizer
+
+
+def make_byte_tokenizer() -> Any:
+    """Create the tokenizer of a language model without one: a token for each byte of UTF-8, whose number it is."""
+    tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
+    # ByteLevel writes a byte as a character: those of Latin-1 that are printable as themselves, others from 256 on
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    tokens = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
 

@@ -248,12 +248,13 @@ def wrap(model: LanguageModel) -> SigattnForCausalLM:
     return wrapped
 
 
-def export(model: LanguageModel, folder: Path, tokenizer: Path | None = None, end: str | None = None) -> None:
+def export(model: LanguageModel, folder: Path, tokenizer: Any = None, end: str | None = None) -> None:
     """Write a language model to a folder that transformers loads.
 
     Args:
         model: the model. folder: the folder, created if missing.
-        tokenizer: JSON file of Hugging Face's tokenizers, to be saved with the model. end: its end-of-document token.
+        tokenizer: tokenizer of Hugging Face's tokenizers, to be saved with the model, or its JSON file.
+        end: its end-of-document token.
 
     Raises:
         OSError: if the folder cannot be created; ``save_pretrained`` would only log that it is a file.
@@ -261,7 +262,8 @@ def export(model: LanguageModel, folder: Path, tokenizer: Path | None = None, en
     folder.mkdir(parents=True, exist_ok=True)
     wrapped = wrap(model)
     if tokenizer is not None:
-        fast = FastTokenizer(tokenizer_file=str(tokenizer), eos_token=end, pad_token=end, padding_side="left")
+        source = {"tokenizer_file": str(tokenizer)} if isinstance(tokenizer, Path) else {"tokenizer_object": tokenizer}
+        fast = FastTokenizer(**source, eos_token=end, pad_token=end, padding_side="left")
         fast.save_pretrained(str(folder))
         wrapped.generation_config.eos_token_id = wrapped.config.eos_token_id = fast.eos_token_id
         wrapped.generation_config.pad_token_id = wrapped.config.pad_token_id = fast.pad_token_id
