@@ -143,7 +143,7 @@ REFUSED = {  # name: model, part of the message, calls
     "a mapping": (Attend, "iterable of batches", {"batches": {"tokens": X[0]}}),
     "a tensor": (Attend, "iterable of batches", {"batches": X[0]}),
     "a text": (Attend, "iterable of batches", {"batches": "text"}),
-    "pairs": (Attend, "tuple has the arguments of one call: for pairs .* pass loss=…", {"batches": [(X[0], X[1], X[2])]}),
+    "pairs": (Attend, "arguments of one call: for pairs .* pass loss=…", {"batches": [(X[0], X[1], X[2])]}),
     "a wrong batch": (Attend, "does not run on batch 0 of 1: RuntimeError", {"batches": [WRONG]}),
     "a wrong batch, held out": (Attend, "does not run on batch 5 of 6", {"batches": batches_with(5, WRONG)}),
     "NaN in a query": (

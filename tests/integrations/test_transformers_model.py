@@ -1,5 +1,6 @@
 """Our language model among transformers' own."""
 
+import importlib
 import json
 
 import pytest
@@ -227,3 +228,7 @@ def test_a_model_of_bytes_has_a_tokenizer_that_its_server_can_use(tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     messages = [{"role": "user", "content": "class "}]
     assert again.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "class "
+    loaded, inputs = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), again("class ", return_tensors="pt")
+    assert loaded.generate(**inputs, max_new_tokens=2, tokenizer=again).shape == (1, 8)  # a server passes it on
+    importlib.import_module("sigattn.integrations.transformers.__main__")  # looked up there by transformers' server
+    assert transformers.SigattnForCausalLM is model_integration.SigattnForCausalLM

@@ -176,8 +176,8 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 
-# options of the loss, and the one of generation with which transformers counts the cached tokens
-_PASSED = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position"}
+# options of the loss, one of generation with which transformers counts cached tokens, and one that its server passes
+_PASSED = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position", "tokenizer"}
 
 
 def _visible(mask: Tensor, length: int) -> Tensor:
