@@ -1,5 +1,7 @@
 """Adapter of Hugging Face's models, whose attention goes through transformers' attention interface."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

@@ -5,6 +5,8 @@ calls. Both search for softmax *attention*; a softmax that selects experts (a ro
 layers does not count.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -6,6 +6,8 @@ of None hides nothing, as in transformers' eager attention. A plain causal mask 
 without reading its values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

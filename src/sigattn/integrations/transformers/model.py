@@ -8,6 +8,8 @@
 ``position_ids`` that start again at 0 separate several documents in a row.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 from pathlib import Path
