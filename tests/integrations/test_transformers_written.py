@@ -85,7 +85,8 @@ def test_a_softmax_with_a_backward_pass_of_its_own(normalize, tmp_path, monkeypa
     expected = reference(x.double(), mask, **{n: t.double() for n, t in positions.items()})
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
-    assert not found[1][~mask.bool().expand_as(found[1])].any()
+    if isinstance(found, tuple):  # the oldest transformers that is supported returns the output alone
+        assert not found[1][~mask.bool().expand_as(found[1])].any()
     grads, truth = (
         torch.autograd.grad(out[0].square().sum(), [*m.parameters()])
         for out, m in ((found, layer), (expected, reference))
