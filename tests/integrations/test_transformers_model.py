@@ -236,6 +236,6 @@ def test_a_model_of_bytes_has_a_tokenizer_that_its_server_can_use(tmp_path):
 def test_the_server_of_transformers_finds_the_class_of_exported_models():
     code = "import sigattn.integrations.transformers.__main__, transformers; print(transformers.SigattnForCausalLM)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if "NameError" in done.stderr:
+    if "CompletionCreateParamsStreaming" in done.stderr:  # a type of openai
         pytest.skip("the oldest transformers that is supported does not import its server without openai")
     assert "sigattn.integrations.transformers.model.SigattnForCausalLM" in done.stdout, done.stderr

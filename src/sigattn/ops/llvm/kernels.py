@@ -241,18 +241,17 @@ class _Kernels(Copies):
         count: Value, scores: Matrix, mask: Matrix,
     ) -> None:  # fmt: skip
         """Compute the weights of rows of a microtile in place of their scores; arguments of ``Microtiles.weights``."""
-        adds_mask, first, last = args.mask_itemsize == 4, distance - args.left, distance + args.right
-        is_full = (first <= 1 - rows) & (last >= self.registers.tile - 1) & (count >= self.registers.tile)
-        is_plain = is_full & (args.alibi == 0) & ~adds_mask
-        with b.when(is_plain):
-            self.plain_weights(b, rows, args.scale, bias, scores)
+        tile, adds_mask = self.registers.tile, args.mask_itemsize == 4
+        first, last = distance - args.left, distance + args.right
+        sees_all = (first <= 1 - rows) & (last >= tile - 1) & (count >= tile)  # all rows all columns
+        is_plain = (args.alibi == 0) & ~adds_mask & sees_all
+        kinds = {(False, False, True): is_plain}
         for has_alibi in (False, True):
             for has_mask, is_kind in ((False, ~adds_mask), (True, adds_mask)):
-                with b.when((args.alibi == int(has_alibi)) & is_kind & ~is_plain):
-                    self.weights(
-                        b, has_alibi, has_mask, rows, args.scale, bias, slopes, distance, first, last, count, scores,
-                        mask,
-                    )  # fmt: skip
+                kinds[has_alibi, has_mask, False] = (args.alibi == int(has_alibi)) & is_kind & ~is_plain
+        for kind, is_kind in kinds.items():
+            with b.when(is_kind):
+                self.weights(b, *kind, rows, args.scale, bias, slopes, distance, first, last, count, scores, mask)
         with b.when(args.mask_itemsize == 1):
             self.hide(b, rows, scores, mask)
 

@@ -6,7 +6,6 @@ Hashes are int32, masks bytes.
 """
 
 import math
-from collections.abc import Callable
 
 from sigattn.ops import dropout
 from sigattn.ops.llvm.activation import LOG2_E, coarse_sigmoid, sigmoid
@@ -60,14 +59,9 @@ class Microtiles(Module):
 
     # weights
 
-    @property
-    def _activation(self) -> tuple[float, Callable[[Builder, list[Value]], list[Value]]]:
-        """The unit of the logits, and the function that computes weights of logits in this unit."""
-        return (-1.0, sigmoid) if self.per_word == 1 else (-LOG2_E, coarse_sigmoid)
-
     @function
     def weights(
-        self, b: Builder, has_alibi: bool, has_mask: bool,
+        self, b: Builder, has_alibi: bool, has_mask: bool, sees_all: bool,
         rows: Value, scale: Value, bias: Matrix, slopes: Pointer, distance: Value,
         first: Value, last: Value, count: Value, tile: Matrix, mask: Matrix,
     ) -> None:  # fmt: skip
@@ -75,11 +69,13 @@ class Microtiles(Module):
 
         Args:
             has_alibi, has_mask: whether ALiBi and an additive mask are added to the logits.
+            sees_all: whether every query sees every column, so that nothing is hidden.
             distance: position of the first query minus that of the first key.
             first, last: columns of the first and the last key that the first query sees; they may lie outside.
             count: number of columns that exist.
         """
-        unit, activation = self._activation
+        # the unit of the logits, and the function that computes weights of logits in this unit
+        unit, activation = (-1.0, sigmoid) if self.per_word == 1 else (-LOG2_E, coarse_sigmoid)
         factor, zero = b.splat(scale * unit), b.vector(0.0)
         if has_alibi:
             slopes_before, slopes_after = (b.splat((slopes + side).load() * unit) for side in (0, 1))
@@ -104,19 +100,7 @@ class Microtiles(Module):
                 logits.append(b.fma(score.load_vector(), factor, term))
                 visible.append(is_visible)
             for score, weight, is_visible in zip(scores, activation(b, logits), visible, strict=True):
-                score.store(b.select(is_visible, weight, zero))
-
-    @function
-    def plain_weights(self, b: Builder, rows: Value, scale: Value, bias: Matrix, tile: Matrix) -> None:
-        """Compute P = σ(scale · S + bias) in place of S, without ALiBi and a mask, where all rows see all keys."""
-        unit, activation = self._activation
-        factor = b.splat(scale * unit)
-        with b.loop(0, rows) as r:
-            row_bias = b.splat(bias[r].load() * unit)
-            scores = [tile[r] + c * b.lanes for c in range(self.registers.columns)]
-            logits = [b.fma(score.load_vector(), factor, row_bias) for score in scores]
-            for score, weight in zip(scores, activation(b, logits), strict=True):
-                score.store(weight)
+                score.store(weight if sees_all else b.select(is_visible, weight, zero))
 
     @function
     def hide(self, b: Builder, rows: Value, tile: Matrix, mask: Matrix) -> None:
