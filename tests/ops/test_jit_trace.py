@@ -20,6 +20,7 @@ def operands(n, m, shape=(2, 4), key_heads=None):
 
 CASES = {
     "-log M, three dimensions": ({}, {"shape": (4,)}),
+    "slopes, three dimensions": ({"alibi_slopes": torch.rand(4)}, {"shape": (4,)}),
     "window and slopes": ({"window": (2, 1), "alibi_slopes": torch.rand(4)}, {}),
     "grouped heads": ({"enable_gqa": True, "is_causal": True, "bias": -1.0}, {"key_heads": 2}),
 }

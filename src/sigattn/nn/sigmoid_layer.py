@@ -233,7 +233,7 @@ def sigmoid_sdpa(
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
+    attn_mask, is_causal, window = mask.resolve("sigmoid_attention", attn_mask, is_causal, None, query, key)
     if isinstance(sigmoid_bias, CallObserver):
         return sigmoid_bias.answer(
             *(query, key, value, attn_mask), softmax=lambda: SDPA(*arguments, **options),

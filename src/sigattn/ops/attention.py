@@ -14,7 +14,7 @@ from sigattn.ops.varlen import VARLEN
 _NAME = "sigmoid_attention"
 
 
-def with_checked_lengths(problem: Problem) -> Problem:
+def with_checked_lengths(problem: Problem, caller: str = _NAME) -> Problem:
     """Return a problem with a copy of its key_lengths; raise ValueError unless they lie in 0…M.
 
     A copy, because whoever shares the memory of the original may change it before a kernel reads it. Lengths on an
@@ -26,7 +26,7 @@ def with_checked_lengths(problem: Problem) -> Problem:
     lengths = lengths.clone()
     values = lengths.tolist()
     if values and (min(values) < 0 or max(values) > m):
-        raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")
+        raise ValueError(f"{caller}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")
     return problem._replace(key_lengths=lengths)
 
 
@@ -133,7 +133,7 @@ def sigmoid_attention(
     if attn_mask is not None:
         if block_mask.is_block_mask(attn_mask):
             attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
-        attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
+        attn_mask, is_causal, window = mask.resolve(_NAME, attn_mask, is_causal, window, query, key, query_offset)
     if type(enable_gqa) is not bool:
         validation.flag(_NAME, "enable_gqa", enable_gqa)  # type: ignore[unreachable]
     query, key, value = cast_operands(query, key, value)

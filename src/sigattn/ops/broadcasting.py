@@ -113,7 +113,8 @@ def _slopes(slopes: Any, lead: Sequence[int], heads: int, refuse: _Refuse) -> An
     if not isinstance(slopes, Tensor):
         return slopes
     shape, ones = tuple(slopes.shape), (1,) * len(lead)
-    if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
+    # no set, because a size is a tensor while torch.jit.trace records, and a symbol while torch.export does
+    if shape not in ((heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)):
         message = "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output"
         refuse(message, alibi_slopes=slopes)
     if shape == (heads,):

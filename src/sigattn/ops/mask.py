@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAME = "sigmoid_attention"
-
 
 def resolve(
-    attn_mask: Any, is_causal: Any, window: Any, query: Any, key: Any, *, query_offset: Any = 0
+    caller: str, attn_mask: Any, is_causal: Any, window: Any, query: Any, key: Any, query_offset: Any = 0
 ) -> tuple[Any, Any, Any]:
     """Return attn_mask, is_causal and window, with a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced.
 
@@ -20,16 +18,18 @@ def resolve(
         return attn_mask, is_causal, window
     module = sys.modules.get("torch.nn.attention.bias")  # without it, no instance exists
     if module is None or not isinstance(attn_mask, module.CausalBias):
-        refuse_subclass(_NAME, "attn_mask", attn_mask)
+        refuse_subclass(caller, "attn_mask", attn_mask)
         return attn_mask, is_causal, window
     if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
         return None, is_causal, window  # later checks of query and key raise
     if query_offset:
-        raise ValueError(f"{_NAME}: attn_mask is a CausalBias, which aligns queries and keys itself, with query_offset")
+        raise ValueError(
+            f"{caller}: attn_mask is a CausalBias, which aligns queries and keys itself, with query_offset"
+        )
     n, m = query.shape[-2], key.shape[-2]
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n, m):
         made_for = f"{attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys"
-        raise ValueError(f"{_NAME}: attn_mask is a CausalBias of {made_for}, but query and key have {n} and {m}")
+        raise ValueError(f"{caller}: attn_mask is a CausalBias of {made_for}, but query and key have {n} and {m}")
     offset = m - n if attn_mask.variant.name == "LOWER_RIGHT" else 0
     if offset == 0:
         return None, True, window

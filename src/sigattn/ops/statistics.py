@@ -61,7 +61,7 @@ def attention_statistics(
     >>> attention_statistics(query, key, value).row_mass_mean.shape
     torch.Size([2, 4])
     """
-    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
+    attn_mask, is_causal, window = mask.resolve(_NAME, attn_mask, is_causal, window, query, key)
     validation.operands(_NAME, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
     batch, heads, n, _ = query.shape
     options = validation.options(
@@ -74,7 +74,7 @@ def attention_statistics(
         raise ValueError(f'{_NAME}: normalize=True needs activation="sigmoid", got {activation!r}')
     if n == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
-    problem = with_checked_lengths(make_problem(Problem, query, key, value, **options))
+    problem = with_checked_lengths(make_problem(Problem, query, key, value, **options), _NAME)
     with without_autocast(query.device.type):
         parts = [_of_rows(problem.rows(i, stop), activation) for i, stop in reference.row_blocks(problem)]
     mass, square, largest, hoyer, counted = (torch.cat(p, dim=-1) for p in zip(*parts, strict=True))  # each (B, Hq, N)
