@@ -52,7 +52,7 @@ class Adapter(abc.ABC):
         """Raise ConversionError if an entry of ``keep`` matches none of these layers with a softmax."""
         if unused := [pattern for pattern in self.keep if not fnmatch.filter(names, pattern)]:
             shown = ", ".join(map(repr, names)) or "none"
-            raise ConversionError(f"convert: keep={unused} matches no layer with a softmax; there are: {shown}")
+            raise ConversionError(f"keep={unused} matches no layer with a softmax; there are: {shown}")
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -64,7 +64,7 @@ def refuse_offloaded(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ConversionError for layers with parameters on the meta device, because their biases would be lost there."""
     if offloaded := [n for n in names if any(p.is_meta for p in model.get_submodule(n).parameters())]:
         raise ConversionError(
-            f"convert: the parameters of {', '.join(map(repr, offloaded))} are on the meta device, where a bias has no "
+            f"the parameters of {', '.join(map(repr, offloaded))} are on the meta device, where a bias has no "
             "values: convert the model before accelerate offloads it, or load its weights first"
         )
 
@@ -76,7 +76,7 @@ def refuse_distributed(model: nn.Module) -> None:
         distributed = wrappers & {kind.__name__ for kind in type(module).__mro__}
         if distributed or any(type(p).__name__ == "DTensor" for p in module.parameters(recurse=False)):
             raise ConversionError(
-                f"convert: {name!r} ({type(module).__name__}) is part of distributed training, which would not "
+                f"{name!r} ({type(module).__name__}) is part of distributed training, which would not "
                 "synchronise the gradients of new biases: convert the model first, then wrap or shard it"
             )
 
@@ -87,7 +87,7 @@ def refuse_peft(model: nn.Module) -> None:
         if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
             where = f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
             raise ConversionError(
-                f"convert: {type(model).__name__} has an adapter of peft ({where}), which is saved without the "
+                f"{type(model).__name__} has an adapter of peft ({where}), which is saved without the "
                 "converted attention: convert the base model, save it, and add the adapter to it; or convert "
                 "model.merge_and_unload()"
             )

@@ -18,7 +18,7 @@ from sigattn.conversion.adapter import Adapter, device_of, refuse_distributed, r
 from sigattn.conversion.fit import fit_biases
 from sigattn.conversion.measure import measure_layers, measure_model
 from sigattn.conversion.modules import ModuleAdapter
-from sigattn.conversion.report import ConversionError, ConversionReport
+from sigattn.conversion.report import ConversionError, ConversionReport, errors_of
 from sigattn.nn.bias import AttentionBias, as_bias
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.observer import Attend, AttentionCall
@@ -28,6 +28,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @torch.inference_mode(False)  # or the new parameters could not be trained
 @torch.no_grad()
+@errors_of("convert")
 def convert(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
@@ -162,12 +163,12 @@ def _fit(
         layers = measure_layers(lambda attend: run(held_out, attend), biases)
         if not_finite := ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error)):
             raise ConversionError(
-                f"convert: the attention outputs of {not_finite} are not finite: check the weights and the batches"
+                f"the attention outputs of {not_finite} are not finite: check the weights and the batches"
             )
         biases = {layer.name: biases[layer.name] for layer in layers if layer.error <= max_error}
         if not biases:
             raise ConversionError(
-                f"convert: the error of every layer is above max_error={max_error:g} (the smallest is "
+                f"the error of every layer is above max_error={max_error:g} (the smallest is "
                 f"{min(layer.error for layer in layers):.3g}), so that none is to be converted"
             )
 
@@ -179,7 +180,7 @@ def _fit(
         )
     for state, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
         if value is not None and not math.isfinite(value):
-            raise ConversionError(f"convert: the loss must be finite, got {value} {state}")
+            raise ConversionError(f"the loss must be finite, got {value} {state}")
     adapter.swap(biases, True)
     measured = tuple(layers), change, loss_softmax, loss_converted, len(fitted_on), len(held_out), count > 1
     return ConversionReport(adapter.softmax, *measured, seconds=time.perf_counter() - start)
@@ -202,7 +203,7 @@ def _checked_batches(batches: Any) -> list[Any]:
             "[batch]"
         )
     if not (batches := list(batches)):
-        raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
+        raise ConversionError("batches is empty; pass a few batches of the model's inputs")
     return batches
 
 
@@ -226,7 +227,7 @@ def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -
         if loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
             advice = ". A tuple has the arguments of one call: for pairs of inputs and targets pass loss=…"
         raise ConversionError(
-            f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}{advice}"
+            f"the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}{advice}"
         ) from error
 
 

@@ -67,9 +67,7 @@ def finite_statistics(call: AttentionCall, num_heads: int) -> RowStatistics:
     with without_autocast(call.device.type):
         rows = row_statistics(call.problem, num_heads)
     if not (rows.lse.isfinite() | ~rows.counted).all():
-        raise ConversionError(
-            f"convert: the attention logits of {call.name!r} are not finite: check weights and batches"
-        )
+        raise ConversionError(f"the attention logits of {call.name!r} are not finite: check weights and batches")
     return rows
 
 
@@ -115,7 +113,7 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             fit.merge_heads()  # the dimension had the number of heads by chance
         elif call.num_heads != fit.num_heads:
             raise ConversionError(
-                f"convert: {call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "
+                f"{call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "
                 "that no bias for each head fits it"
             )
         fit.update(finite_statistics(call, fit.num_heads))
@@ -124,7 +122,7 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
     run(observe)
     if missing := [name for name in names if name not in fits]:
         raise ConversionError(
-            f"convert: the batches do not reach the attention of {', '.join(map(repr, missing))}: pass batches that "
+            f"the batches do not reach the attention of {', '.join(map(repr, missing))}: pass batches that "
             "run every layer"
         )
     return {name: fits[name].solve() for name in names}

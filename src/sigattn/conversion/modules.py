@@ -58,7 +58,7 @@ class ModuleAdapter(Adapter):
         self._refuse([f for f in self.staying if f.attention and not self.keeps(f.name)])
         if self.fitted and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
-                f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
+                f"the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
                 "batches that come to it"
             )
         unconverted = {f.name for f in findings if f not in converted}
@@ -148,7 +148,7 @@ class ModuleAdapter(Adapter):
                 'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
             )
             raise ConversionError(
-                f"convert: the softmax of these layers cannot be replaced: {listed(findings)}. {advice}. To keep their "
+                f"the softmax of these layers cannot be replaced: {listed(findings)}. {advice}. To keep their "
                 "softmax, pass their names, or patterns, as keep"
             )
 
@@ -159,7 +159,7 @@ class ModuleAdapter(Adapter):
             softmax = [f for f in self.staying if f.replaceable or outer.call == SOFTMAX_NAME]
             if inside := [f.name for f in softmax if f.module in modules]:
                 raise ConversionError(
-                    f"convert: {outer.name!r} is converted and contains {', '.join(inside)}, which keeps its softmax: "
+                    f"{outer.name!r} is converted and contains {', '.join(inside)}, which keeps its softmax: "
                     "keep both or neither"
                 )
 
@@ -171,8 +171,8 @@ class ModuleAdapter(Adapter):
             if isinstance(m, CONVERTED) or (isinstance(m, Attention) and m.activation == "sigmoid")
         )
         if (first := next(sigmoid, None)) is not None:
-            return f"convert: {kind} has sigmoid attention already (in {first}) and no softmax attention"
-        message = f"convert: {kind} has no softmax attention that can be replaced"
+            return f"{kind} has sigmoid attention already (in {first}) and no softmax attention"
+        message = f"{kind} has no softmax attention that can be replaced"
         if self.staying:
             message += f". These compute a softmax that is kept, or is not an attention's: {listed(self.staying)}"
         return message + ("" if self.example else ". Pass example=(...) to find attention by running the model")
@@ -185,7 +185,7 @@ def find_softmax(model: nn.Module, example: Example | None = None) -> list[Findi
     graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, (GraphModule, ScriptModule))])
     if graphs := [f for f in graphs if f.replaceable]:
         raise ConversionError(
-            f"convert: the attention of traced or exported graphs cannot be replaced: {listed(graphs)}. Convert the "
+            f"the attention of traced or exported graphs cannot be replaced: {listed(graphs)}. Convert the "
             "model before torch.fx, torch.export or torch.jit traces it"
         )
     if example is None:
@@ -233,14 +233,14 @@ def _refuse_wrapped(findings: Sequence[Finding]) -> None:
             )
         else:
             continue
-        raise ConversionError(f"convert: the attention of this layer cannot be replaced: {listed([finding])}. {reason}")
+        raise ConversionError(f"the attention of this layer cannot be replaced: {listed([finding])}. {reason}")
 
 
 def _check_bias(name: str, bias: AttentionBias) -> None:
     """Raise for a bias that depends on more than the masks of a call."""
     if bias.needs_alibi or bias.needs_lengths or bias.needs_query or isinstance(bias, QueryBias):
         raise ConversionError(
-            f"convert: {type(bias).__name__} needs lengths, ALiBi or the query, which {name!r} does not give; use "
+            f"{type(bias).__name__} needs lengths, ALiBi or the query, which {name!r} does not give; use "
             "another bias (None is -log of the number of visible keys)"
         )
 
@@ -248,13 +248,11 @@ def _check_bias(name: str, bias: AttentionBias) -> None:
 def _is_softmax(name: str, layer: Attention) -> bool:
     """Return True for a layer with softmax; raise ConversionError for one that computes it in another way."""
     if layer.activation == "performer":
-        raise ConversionError(f"convert: {name!r} has activation='performer', which is not supported; use softmax")
+        raise ConversionError(f"{name!r} has activation='performer', which is not supported; use softmax")
     if layer.activation != "softmax":
         return False
     if layer.attention_fn is not functional.attend or layer.sequence_shard is not None:
-        raise ConversionError(
-            f"convert: {name!r} has a custom attention_fn, or is part of a context-parallel model: reset it"
-        )
+        raise ConversionError(f"{name!r} has a custom attention_fn, or is part of a context-parallel model: reset it")
     return True
 
 
@@ -268,7 +266,7 @@ def _answer(
         return functional.attend("sigmoid", query, key, value, spec._replace(bias=b, normalize=True))
 
     if spec.left_padding is not None:
-        raise ConversionError(f"convert: {name!r} was called with a cache of padded prompts: pass batches without")
+        raise ConversionError(f"{name!r} was called with a cache of padded prompts: pass batches without")
     problem = functional.make_problem(query, key, value, spec)._replace(bias=None)
     call = AttentionCall(name, problem, lambda: functional.attend("softmax", query, key, value, spec), normalized)
     result: Tensor = attend(call)
@@ -287,7 +285,7 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], no
         layers = (f"{path}.{name}".removeprefix(".") for name, m in part.named_modules() if isinstance(m, Attention))
         if kept := [name for name in layers if name not in biases]:
             raise ConversionError(
-                f"convert: {type(part).__name__} would keep softmax in {', '.join(map(repr, kept))}, but its "
+                f"{type(part).__name__} would keep softmax in {', '.join(map(repr, kept))}, but its "
                 "configuration has one kind of attention for all layers: keep all of its layers, or none"
             )
     return pairs
@@ -301,7 +299,5 @@ def _settings(bias: AttentionBias) -> dict[str, Any]:
         return {"attention_bias": bias.initial, "learn_bias": "layer" if bias.value.numel() == 1 else "head"}
     rules = {BatchLengthBias: "log_batch", VisibleKeysBias: "log_visible", VisibleKeysLinearBias: "log_visible"}
     if type(bias) not in rules:
-        raise ConversionError(
-            f"convert: no configuration of sigattn.models names {type(bias).__name__}: use another bias"
-        )
+        raise ConversionError(f"no configuration of sigattn.models names {type(bias).__name__}: use another bias")
     return {"attention_bias": rules[type(bias)], "learn_bias": "head" if type(bias) is VisibleKeysLinearBias else "no"}

@@ -1,8 +1,9 @@
 """Report of a conversion: every softmax and its outcome, and with batches the fit, errors and losses."""
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,16 @@ POOR_LOSS = 1.05  # ratio to the loss of softmax
 
 class ConversionError(UserError, ValueError):
     """A model cannot be converted; the message names the layer or the batch, and the model is unchanged."""
+
+
+@contextlib.contextmanager
+def errors_of(function: str) -> Iterator[None]:
+    """Within the context, the message of a ``ConversionError`` begins with the name of the public function."""
+    try:
+        yield
+    except ConversionError as error:
+        error.args = (f"{function}: {error}",)
+        raise
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,26 @@ from torch import Tensor, nn
 
 from sigattn.conversion.adapter import refuse_distributed, refuse_offloaded
 from sigattn.conversion.modules import ModuleAdapter
-from sigattn.conversion.report import ConversionError
+from sigattn.conversion.report import ConversionError, errors_of
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.run_search import Example
 
 _BIAS_KEY = re.compile(r"(?:(.+)\.)?(?:sigmoid_bias|attention_bias)\.(.+)")  # layer and parameter
 
 
+class _RestoringAdapter(ModuleAdapter):
+    """Adapter that keeps the softmax of all layers but those with a bias."""
+
+    def __init__(self, model: nn.Module, example: Example | None, biases: Mapping[str, object]) -> None:
+        super().__init__(model, example, fitted=False)
+        self.biases = biases
+
+    def keeps(self, name: str) -> bool:
+        return name not in self.biases
+
+
 @torch.inference_mode(False)  # or the biases could not be trained
+@errors_of("restore")
 def restore(
     model: nn.Module, state: Mapping[str, Tensor], example: Sequence[Any] | Mapping[str, Any] | None = None
 ) -> None:
@@ -32,7 +45,8 @@ def restore(
 
     Raises:
         TypeError: if state is not a state dict.
-        ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
+        ConversionError: a ValueError, if the state dict has no fitted biases, or a layer that has one cannot be
+            converted. The model is unchanged.
         RuntimeError: as in ``load_state_dict``. The model is then converted, and some weights may be loaded.
     """
     if not isinstance(state, Mapping):
@@ -45,14 +59,15 @@ def restore(
         parameters.setdefault(aliases.get(name, name), {})[key[2]] = state[key[0]]
     biases = {name: _bias(tensors) for name, tensors in parameters.items()}
     refuse_distributed(model)
-    adapter = ModuleAdapter(model, example)
+    if not biases:
+        raise ConversionError("the state dict has no fitted biases: pass that of a model converted with batches")
+    adapter = _RestoringAdapter(model, example, biases)
     names = adapter.layers()
     refuse_offloaded(model, names)
-    if not biases or not set(biases) <= set(names):
-        softmax, fitted = (", ".join(map(repr, of)) for of in (names, biases))
+    if missing := ", ".join(repr(name) for name in biases if name not in names):
         raise ConversionError(
-            f"restore: {type(model).__name__} has softmax attention in {softmax}, and the state dict has fitted biases "
-            f"for {fitted or 'no layer'}: pass the state dict of the same model, converted with batches"
+            f"the state dict has fitted biases for {missing}, where {type(model).__name__} has no softmax attention "
+            f"that can be replaced (it has in {', '.join(map(repr, names))}): pass the state dict of the same model"
         )
     adapter.swap(biases, True)
     model.load_state_dict(state)
@@ -63,7 +78,7 @@ def _bias(parameters: Mapping[str, Tensor]) -> VisibleKeysLinearBias:
     bias = VisibleKeysLinearBias(len(parameters.get("constant", ())))
     if {n: t.shape for n, t in bias.state_dict().items()} != {n: t.shape for n, t in parameters.items()}:
         raise ConversionError(
-            f"restore: the state dict has a bias with the parameters {', '.join(parameters)}, which is no "
+            f"the state dict has a bias with the parameters {', '.join(parameters)}, which is no "
             "VisibleKeysLinearBias: load it with the version of sigattn that wrote it"
         )
     return bias.to(parameters["constant"].dtype)

@@ -42,16 +42,16 @@ class TransformersAdapter(Adapter):
             others = [f for f in find_softmax(self.model, self.example) if f.attention and f.module not in inside]
             if others:
                 raise ConversionError(
-                    f"convert: {type(self.model).__name__} contains models of transformers and other attention "
+                    f"{type(self.model).__name__} contains models of transformers and other attention "
                     f"({listed(others)}): convert its parts one by one"
                 )
         if not self.names:
-            raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
+            raise ConversionError(f"{type(self.model).__name__} has no attention")
         self.check_keep(self.names)
         names = [n for n in self.names if not self.keeps(n)]
         self._set_outcomes(names)
         if not names:
-            raise ConversionError(f"convert: keep={list(self.keep)} leaves no attention to convert")
+            raise ConversionError(f"keep={list(self.keep)} leaves no attention to convert")
         return names
 
     def reaches_all(self) -> bool:
@@ -92,7 +92,7 @@ class TransformersAdapter(Adapter):
     def observe(self, attend: Attend) -> Iterator[None]:
         def answer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             if not hasattr(layer, ATTRIBUTE):
-                raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
+                raise ConversionError(f"attention was called by a {type(layer).__name__} outside of the model")
             return interface.attention(layer, *args, **kwargs)
 
         observed = [name for name in self.names if not self.keeps(name)]
@@ -156,7 +156,7 @@ def _setting(bias: AttentionBias | None, normalize: bool) -> float | str | None:
     try:
         learned_bias.describe(bias)
     except TypeError as error:
-        raise ConversionError(f"convert: {error}, a number or None") from error
+        raise ConversionError(f"{error}, a number or None") from error
     return None
 
 
@@ -164,7 +164,7 @@ def _refuse_converted(root: PreTrainedModel) -> None:
     for config in configurations(root):
         if config._attn_implementation == NAME or getattr(config, "sigmoid_bias", None) is not None:
             raise ConversionError(
-                f"convert: {type(root).__name__} has sigmoid attention already: {type(config).__name__} has "
+                f"{type(root).__name__} has sigmoid attention already: {type(config).__name__} has "
                 f'attn_implementation="{config._attn_implementation}" and '
                 f"sigmoid_bias={getattr(config, 'sigmoid_bias', None)!r}. Conversion starts from softmax attention"
             )
@@ -175,7 +175,7 @@ def _refuse_tied(root: PreTrainedModel) -> None:
     for name, source in root.get_expanded_tied_weights_keys(all_submodels=True).items():
         if f".{ATTRIBUTE}." in f".{name}":
             raise ConversionError(
-                f"convert: attention layers of {type(root).__name__} share their weights ({name} is tied to {source}), "
+                f"attention layers of {type(root).__name__} share their weights ({name} is tied to {source}), "
                 "and would have to share one bias: conversion is not supported"
             )
 
@@ -199,4 +199,4 @@ def _as_conversion_error() -> Iterator[None]:
     except ConversionError:
         raise
     except ValueError as error:
-        raise ConversionError(f"convert: {error}") from error
+        raise ConversionError(str(error)) from error
