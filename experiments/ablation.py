@@ -188,7 +188,7 @@ def plot_training(outcomes: dict[str, list[sweep.Outcome]], measurement: str) ->
         runs = [o.rows for o in outcomes[name]]
         drawing.plot_metric(axes[0], runs, "loss", name, **style, window=10)
         drawing.plot_metric(axes[1], runs, measurement, name, **style)
-    axes[0].set(xlabel="step", ylabel="training loss")
+    axes[0].set(xlabel="step", ylabel="training loss, nats")
     axes[1].set(xlabel="step", ylabel=MEASUREMENTS[measurement], yscale="log")
-    drawing.band_legend(axes[1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    drawing.band_legend(figure, handles=axes[0].get_lines(), loc="outside lower center", ncols=2)
     return figure

@@ -39,8 +39,8 @@ def sigmoid_shades(count: int) -> list[Any]:
 
 
 def band_legend(axes: Any, **options: Any) -> None:
-    """Add a legend that says what lines and bands are."""
-    axes.legend(frameon=False, fontsize=8, title=BAND, title_fontsize=7, **options)
+    """Add a legend to axes or a figure that says what lines and bands are."""
+    axes.legend(frameon=False, fontsize=8, title=BAND, title_fontsize=8, **options)
 
 
 def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, list[Any]]:
