@@ -1,6 +1,7 @@
 """Our language model among transformers' own."""
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -52,6 +53,18 @@ def test_loaded_by_name_and_generating(settings, tmp_path):
         generated = loaded.generate(padded, attention_mask=mask, **common, **how)
         assert torch.equal(generated[0, 3:], first), how
         assert torch.equal(generated[1, 1:], second), how
+
+
+def test_generating_uses_no_deprecated_name(monkeypatch):
+    """Of the cache, which transformers 5.24 renamed."""
+    warned = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(logging.Logger, name, lambda _, message, *args: warned.append(message))
+    ids, model = torch.randint(1, 30, (2, 7)), model_integration.wrap(model_of(MODELS[0]))
+    output = model(ids, use_cache=True)
+    assert output[1].get_seq_length() == 7
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert not [message for message in warned if "deprecated" in message]
 
 
 def test_beams():

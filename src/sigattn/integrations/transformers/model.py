@@ -175,7 +175,8 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        # by position, because the name of the third field is deprecated from transformers 5.24 on
+        return CausalLMOutputWithPast(loss, logits, past_key_values)
 
 
 # options of the loss, one of generation with which transformers counts cached tokens, and one that its server passes
