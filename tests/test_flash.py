@@ -90,7 +90,6 @@ class Packed:
     ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(12 if b == "triton" else 27)]
 )
 def test_packed_sequences_match_the_formula(backend, number):
-    """Output and gradients; in each way of a backend in turn."""
     call = Packed(number, backend)
     truth, same = (call.formula(dtype) for dtype in (torch.float64, call.dtype))
     with path(ways(backend)[number % len(ways(backend))]):

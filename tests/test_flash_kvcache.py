@@ -65,8 +65,6 @@ class Call:
         return cache
 
     def run(self):
-        """Return the output and the caches afterwards."""
-
         def there(t, dtype=None):
             return t if t is None or not isinstance(t, torch.Tensor) else t.to(self.device, dtype)
 
@@ -136,7 +134,6 @@ class Call:
     ("backend", "number"), [(b, n) for b in (*ON_CPU, "triton") for n in numbers(25 if b == "triton" else 50)]
 )
 def test_every_option(backend, number):
-    """Output, and the caches afterwards."""
     call = Call(number, backend)
     out, ours = call.run()
     (truth, caches), (rough, _) = call.expected(torch.float64), call.expected(call.dtype)
@@ -159,7 +156,6 @@ def test_every_option(backend, number):
     ],
 )
 def test_long_caches(backend, dtype, layout, heads, keys):
-    """Test several pieces and many splits, with and without ALiBi."""
     hq, hkv = heads
     g = torch.Generator().manual_seed(0)
     device = device_of(backend)

@@ -39,7 +39,6 @@ DEFAULTS |= {"n": 24, "heads": (2, 2), "balanced": None, "lengths": False, "alib
 
 
 def check(mesh, case):
-    """Compare the output and all gradients with those of the whole sequence in float64."""
     rank, ranks, case = mesh.get_local_rank(), mesh.size(), {**DEFAULTS, **case}
     n, (hq, hkv), dtype, bias = (case[name] for name in ("n", "heads", "dtype", "bias"))
     g = torch.Generator().manual_seed(n)
@@ -102,7 +101,6 @@ MODELS = [
 
 
 def models(mesh):
-    """Logits and gradients of a language model with sharded sequences."""
     for settings in MODELS:
         torch.manual_seed(0)
         config = LanguageModelConfig(vocab_size=13, max_seq_len=29, num_layers=2, embed_dim=32, num_heads=4, **settings)
@@ -128,7 +126,6 @@ def models(mesh):
 
 
 def cache(mesh):
-    """A sharded cache filled token by token, compared with a cache on one process."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     capacity = 4
     for backends, options in (

@@ -142,7 +142,6 @@ def test_half_precision_is_close_and_biases_keep_their_precision(runs):
 
 
 def test_resume_with_another_number_of_processes(runs):
-    """Two processes, then four, then one."""
     worker.run([{"folder": str(runs / "resumed"), "kind": "language", "resume": True}])
     same(runs / "resumed", runs / "one-language")
 

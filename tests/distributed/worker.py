@@ -30,7 +30,6 @@ VISION = ViTConfig(
 
 
 def setting(kind):
-    """Task, model and data."""
     if kind == "vision":
         return Classification(), VISION, Digits()
     if kind in ("contrast", "teacher"):

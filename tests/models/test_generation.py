@@ -96,7 +96,6 @@ class TestChoice:
     LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0]])
 
     def drawn(self, **settings):
-        """Return the number of times that each token is drawn."""
         g = torch.Generator().manual_seed(0)
         tokens = SamplingConfig(**settings).sample_token(self.LOGITS.expand(20_000, -1), g)
         return torch.bincount(tokens, minlength=5) / 20_000

@@ -56,6 +56,7 @@ BIASES = {
     "number": (lambda: -1.5, lambda bias, **_: -1.5),
     "heads": (lambda: nn.LearnableBias(-1.0, H), lambda bias, **_: bias.value),
     "query": (lambda: nn.QueryBias(-5.0), lambda bias, **_: 0.0),  # it is added to Q
+    "context": (lambda: nn.ContextLengthBias(9), lambda bias, **_: -math.log(9)),
     "batch": (nn.BatchLengthBias, lambda bias, keys, **_: -math.log(keys)),
     "sample": (nn.SampleLengthBias, lambda bias, lengths, **_: -lengths.double().log().view(B, 1, 1, 1)),
     "visible": (nn.VisibleKeysBias, lambda bias, log_seen, **_: -log_seen),
@@ -66,7 +67,7 @@ BIASES = {
     ),
     "feature": (QueryFeatureBias, lambda bias, q, log_seen, **_: q[..., :1] * 0.5 - 0.9 * log_seen),
 }
-RULES = ("batch", "sample", "visible", "ALiBi's keys")  # 6 less if the weights of a row are divided by their sum
+RULES = ("context", "batch", "sample", "visible", "ALiBi's keys")  # 6 less with normalize
 ONLY_WITH = {"query": ("none",), "ALiBi's keys": ("alibi", "split")}  # positions
 # those of "batch" and "sample" differ in a cache or in a document from those of the sequence alone
 ALONE = tuple(b for b in BIASES if b not in ("batch", "sample"))
@@ -102,7 +103,6 @@ def random_layer(number, causal=None, biases=tuple(BIASES)):
 
 
 def norm(module, t, weight=None):
-    """Return a norm of the last dimension by PyTorch's function."""
     size = t.shape[-1:]
     if isinstance(module, torch.nn.RMSNorm):
         return F.rms_norm(t, size, weight, eps=1e-5)

@@ -12,7 +12,6 @@ H, D = 4, 6
 
 
 def test_values():
-    """The values of the other rules: test_attention.py."""
     cpu = {"device": torch.device("cpu")}
     assert [bias(5, 7, **cpu) for bias in (nn.ConstantBias(-3.0), nn.ContextLengthBias(64))] == [-3, -math.log(64)]
     assert nn.BatchLengthBias()(5, 0, **cpu) == 0

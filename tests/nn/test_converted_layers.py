@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn import convert
-from sigattn.nn import Attention, BatchLengthBias, ContextLengthBias, LearnableBias, VisibleKeysBias
-from sigattn.nn.bias_rules import make_bias
+from sigattn.nn import VisibleKeysBias
 from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
 
 ROW, COL = torch.arange(N)[:, None], torch.arange(N)
@@ -104,9 +103,13 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "normalize"), [("default", True), ("default", False), ("fitted", True), ("number", False)]
+    ("options", "name", "normalize"),
+    [
+        *((options, *bias) for options in OPTIONS for bias in (("default", True), ("number", False))),
+        *((options, *bias) for options in OPTIONS[::5] for bias in (("default", False), ("fitted", True))),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_multihead_attention(options, name, normalize):
     """Every query sees the learned key and the key of zeros, which only counts where weights are divided by their sum.
 
@@ -161,19 +164,3 @@ def test_what_is_refused():
     convert(layer)
     with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch
         layer(*X.float().expand(3, -1, -1, -1).unbind(), is_causal=True)
-
-
-RULES = [ContextLengthBias(9), BatchLengthBias(), VisibleKeysBias(), "log_context", "log_sample"]
-
-
-@pytest.mark.parametrize("rule", [*RULES, LearnableBias(-math.log(9) - 6)], ids=str)
-def test_rules_are_six_less_with_normalize(rule):
-    """In layers of this library, by module or by name; numbers and parameters are as given."""
-    x, lengths = torch.randn(2, 9, E), torch.tensor([9, 9])
-
-    def attend(bias):
-        torch.manual_seed(0)
-        bias = make_bias(bias, max_seq_len=9, num_heads=2) if isinstance(bias, str) else bias
-        return Attention(E, 2, activation="sigmoid", attention_bias=bias, causal=False, normalize=True)
-
-    torch.testing.assert_close(attend(rule)(x, key_lengths=lengths), attend(-math.log(9) - 6)(x))

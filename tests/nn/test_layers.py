@@ -19,7 +19,6 @@ from sigattn.nn.residual_branch import DropPath, LayerScale
 
 
 def by_lengths():
-    """Attention of padded samples."""
     return Attention(8, 2, activation="sigmoid", attention_bias=SampleLengthBias(), causal=False)
 
 

@@ -126,7 +126,6 @@ class Case:
         return randn(1, 1, *shape[2:]).expand(shape)
 
     def options(self, given, lengths):
-        """Return the keyword arguments of sigmoid_attention."""
         bias = given.get("bias", self.bias if isinstance(self.bias, float) else None)
         return {
             **{name: getattr(self, name) for name in ("scale", "window", "softcap", "normalize")},
@@ -136,7 +135,6 @@ class Case:
         }
 
     def formula_options(self, given, lengths):
-        """Return the keyword arguments of the formula."""
         return formula_options(self.options(given, lengths))
 
 
@@ -154,15 +152,12 @@ class Draws(random.Random):
         self.interpreted = backend == "triton" and not self.on_gpu
 
     def some(self, *choices):
-        """Return one of the choices."""
         return self.choice(choices)
 
     def either(self):
-        """Return True or False."""
         return self.random() < 0.5
 
     def dtype(self):
-        """Return a dtype that the backend supports."""
         if self.backend == "llvm":
             return self.some(torch.float32, torch.bfloat16)
         return self.some(wide(self.backend), torch.float32, torch.bfloat16, torch.float16)

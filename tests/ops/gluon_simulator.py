@@ -19,8 +19,6 @@ class DeadlockError(Exception):
 
 
 class Value:
-    """A tensor in registers."""
-
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
     type = types.SimpleNamespace(layout=None)
@@ -100,8 +98,6 @@ class Pointer:
 
 
 class Barrier:
-    """An mbarrier."""
-
     def __init__(self):
         self.count = self.left = self.bytes = self.phase = 0
 
@@ -125,8 +121,6 @@ class Pending:
 
 
 class Descriptor:
-    """A TMA descriptor."""
-
     def __init__(self, tensor, block):
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
 
@@ -367,8 +361,7 @@ class Simulator:
             if id(names) not in worlds:
                 worlds[id(names)] = {**names, **simulated}
                 for name, called in names.items():
-                    is_kernel = type(called).__name__ in ("GluonJITFunction", "SimpleNamespace")
-                    if is_kernel and hasattr(called, "fn") and name not in simulated:
+                    if type(called).__name__ == "GluonJITFunction" and name not in simulated:
                         f, there = called.fn, world(called.fn.__globals__)
                         worlds[id(names)][name] = types.FunctionType(f.__code__, there, name, f.__defaults__)
             return worlds[id(names)]

@@ -2,17 +2,26 @@
 
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from sigattn import attention_statistics, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, path, ways
+from sigattn import (
+    attention_statistics,
+    log_length_bias,
+    sigmoid_attention,
+    sigmoid_kvcache_attention,
+    sigmoid_varlen_attention,
+)
+from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, negated, path, ways
 from tests.ops.truth import formula
 
 
-@pytest.mark.parametrize("largest", [2**31 - 1, sys.maxsize, 2**64])
-@pytest.mark.parametrize("sides", [(0, 1), (1, 0), (1, None), (1, 1)])  # which are largest; None for a side of 1
+@pytest.mark.parametrize(
+    ("largest", "sides"),  # which are largest; None for a side of 1
+    [*((n, (1, 1)) for n in (2**31 - 1, sys.maxsize, 2**64)), *((2**63 - 1, s) for s in ((0, 1), (1, 0), (1, None)))],
+)
 def test_the_largest_side_of_a_window_hides_no_key(largest, sides):
     """Added to or subtracted from the position of a query it would overflow."""
     window = tuple(1 if side is None else largest if side else -1 for side in sides)
@@ -113,3 +122,43 @@ def test_a_scale_of_zero_times_nan_and_logits_that_overflow(backend):
     torch.testing.assert_close(
         sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
     )
+
+
+def test_tensors_whose_memory_is_not_their_data():
+    """A gradient without memory; packed and cached keys that are negated (dense ones: test_correctness.py)."""
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    for backend in (None, *ON_CPU):
+        out = sigmoid_attention(q, q, q, backend=backend)
+        (grad,) = torch.autograd.grad(out, q, torch._efficientzerotensor(out.shape))
+        assert not grad.any()
+    rows, starts = torch.randn(40, 2, 16), torch.tensor([0, 40])
+    out = [sigmoid_varlen_attention(t, rows, rows, starts, starts, 40, 40) for t in (negated(rows), rows)]
+    torch.testing.assert_close(*out)
+    cache, query = torch.randn(1, 64, 2, 16), torch.randn(1, 1, 2, 16)
+    out = [sigmoid_kvcache_attention(query, cache, t, bias=-1.0) for t in (negated(cache), cache)]
+    torch.testing.assert_close(*out)
+
+
+def test_memory_of_tiles_is_shared_with_nothing():
+    """Neither with calls in inference mode or other threads, nor with outputs."""
+    inputs = [torch.randn(1, 4, 600, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    with torch.inference_mode():
+        alone = [sigmoid_attention(q, q, q, is_causal=True) for q in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            together = list(pool.map(lambda q: sigmoid_attention(q, q, q, is_causal=True), inputs))
+            torch.testing.assert_close(together, [t.clone() for t in alone])
+    q, other = (t.requires_grad_() for t in inputs[:2])
+    out = sigmoid_attention(q, q, q, is_causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    before = out.detach().clone(), grad.clone()
+    sigmoid_attention(other, other, other, is_causal=True).sum().backward()
+    assert torch.equal(out.detach(), before[0])
+    assert torch.equal(grad, before[1])
+
+
+def test_log_length_bias():
+    assert log_length_bias(1) == 0
+    assert log_length_bias(2048) == -math.log(2048)  # the -7.62 of the authors' configurations
+    torch.testing.assert_close(log_length_bias(torch.tensor([1, 2048])), torch.tensor([0.0, -math.log(2048)]))
+    assert log_length_bias(torch.tensor([3.0], dtype=torch.float64)).dtype is torch.float64

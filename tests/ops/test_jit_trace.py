@@ -1,4 +1,4 @@
-"""torch.jit.trace records the operator, not the sizes of the traced call."""
+"""torch.jit.trace records the operator, and models record what they count, not the sizes of the traced call."""
 
 import io
 
@@ -7,6 +7,7 @@ import torch
 
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_with_kvcache
+from sigattn.models import LanguageModel, LanguageModelConfig
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -65,3 +66,15 @@ def test_a_cache_is_traced_for_any_length():
 
     traced = torch.jit.trace(decode, arguments(3), check_trace=False)
     torch.testing.assert_close(traced(*arguments(7)), decode(*arguments(7)))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"length_power": 0.5}, {"attention_bias": "log_visible", "learn_bias": "quadratic"}], ids=str
+)
+def test_a_model_counts_the_visible_keys_of_each_call(settings):
+    sizes = {"vocab_size": 50, "max_seq_len": 64, "num_layers": 1, "embed_dim": 32, "num_heads": 4}
+    model = LanguageModel(LanguageModelConfig(**sizes, **settings)).eval()
+    traced = torch.jit.trace(model, (torch.randint(50, (2, 20)),), check_trace=False)
+    for b, n in ((1, 61), (3, 5)):
+        tokens = torch.randint(50, (b, n))
+        torch.testing.assert_close(traced(tokens), model(tokens), rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
 from tests.ops import test_correctness
-from tests.ops.cases import device_of, numbers, random_case
+from tests.ops.cases import device_of, nan_filled_memory, numbers, random_case
 
 DEVICE = device_of("triton")
 
@@ -76,7 +76,6 @@ class Kernel:
 
 @pytest.fixture
 def no_op_kernels(monkeypatch):
-    """Only the number of preparations is of interest."""
     for name in ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"):
         monkeypatch.setattr(launch, name, Kernel())
 
@@ -138,12 +137,13 @@ def test_calls_that_differ_are_prepared_anew(prepared, monkeypatch):
     assert prepares(leaves, {}) == 2
 
 
-@pytest.mark.parametrize("number", [n for n in numbers(7) if 0 not in random_case(n, interpreted=True).shape])
+@pytest.mark.parametrize("number", [n for n in numbers(8) if 0 not in random_case(1000 + n, interpreted=True).shape])
 def test_any_call_is_cached(prepared, number):
-    """The second call, with other tensors, runs what was recorded of the first."""
-    case = random_case(number, interpreted=True)
+    """The second call, with other tensors, runs what was recorded of the first; new memory is NaN."""
+    case = random_case(1000 + number, interpreted=True)
     for case.seed in (1, 2):
-        test_correctness.check(case, "triton")
+        with nan_filled_memory(number % 2 == 1):
+            test_correctness.check(case, "triton")
     assert len(prepared) == 2
 
 

@@ -59,8 +59,6 @@ def test_a_causal_bias_in_a_compiled_graph_and_in_a_converted_layer(kind):
 
 
 class Tagged(torch.Tensor):
-    """A Tensor subclass with its own operations."""
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return super().__torch_function__(func, types, args, kwargs)

@@ -25,7 +25,6 @@ def nest(lengths, heads, width, device="cpu", dtype=torch.float32, offsets=None)
 
 
 def truth(values, lengths, of_keys, **options):
-    """Return the formula in float64, computed one sequence at a time."""
     parts = [t.detach().double().cpu().requires_grad_() for t in values]
     split = [t.split(n) for t, n in zip(parts, (lengths, of_keys, of_keys), strict=True)]
     outs = []

@@ -128,7 +128,7 @@ def test_opcheck_of_any_layout(backend, layout):
     """A compiled graph asserts the strides of the fake implementations."""
     tests = {"test_utils": ("test_schema", "test_faketensor")}
     forward, backward = torch.ops.sigattn.dense_forward.default, torch.ops.sigattn.dense_backward.default
-    sizes = ((2, 2, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16))
+    sizes = ((2, 2, 5, 16), (1, 3, 1, 16))
     for normalize, size in enumerate(sizes if backend != "triton" else sizes[:1]):  # interpreted kernels are slow
         options = {"dtype": wide(backend), "device": device_of(backend)}
         q, k, v, grad = (LAYOUTS[layout](*size, **options) for _ in range(4))
@@ -312,7 +312,6 @@ def test_flops_are_counted():
 
 
 def test_meta_and_fake_tensors():
-    """Shapes without data, as for a model on the meta device or in tracing."""
     q, k, v = (t.detach().to("meta").requires_grad_() for t in inputs())
     out = sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0, dropout_p=0.1)
     assert (out.device.type, out.shape) == ("meta", (2, 4, 7, 5))

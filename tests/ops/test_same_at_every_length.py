@@ -57,7 +57,7 @@ def outcome(n, dtype, layout, options):
 def test_calls_differ_in_nothing_but_numbers(dtype, layout):
     expected = ("SigmoidAttentionBackward", "SigmoidAttentionGradientBackward", dtype, [True] * 4, [True] * 4)
     found = {}
-    for n in LENGTHS if layout == "heads of a projection" else LENGTHS[::3]:
+    for n in LENGTHS if layout == "heads of a projection" and dtype is torch.float32 else LENGTHS[::3]:
         for name, options in OPTIONS.items():
             found[n, name] = outcome(n, dtype, layout, options(n, dtype))
     assert {key: value for key, value in found.items() if value != expected} == {}

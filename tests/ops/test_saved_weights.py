@@ -24,7 +24,7 @@ def operands(n=200, d=32, heads=4, key_heads=4, dtype=torch.float32, batch=2):
 @pytest.mark.parametrize("key_heads", [4, 1])
 def test_saved_weights_take_at_most_four_times_the_memory_of_the_inputs(backend, dtype, key_heads):
     are_saved = []
-    for n in (40, 80, 136, 256, 320, 384, 392, 800):
+    for n in (40, 256, 392, 800):
         leaves = operands(n, key_heads=key_heads, dtype=dtype, batch=1)
         for options in ({}, {"is_causal": True, "dropout_p": 0.5, "alibi_slopes": SLOPES}):
             saved = []

@@ -61,7 +61,6 @@ def formula(
 
 
 def formula_options(options):
-    """Return the formula's arguments for those of ``sigmoid_attention``."""
     names = {
         "attn_mask": "mask", "is_causal": "causal", "alibi_slopes": "slopes", "key_lengths": "lengths",
         "query_offset": "offset",

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import tune
+from benchmarks import gpu, tune
 from benchmarks.inputs import random_inputs
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, tuning
@@ -102,7 +102,6 @@ def test_other_kinds_of_calls_keep_their_tiles():
     ids=str,
 )
 def test_repeated_calls_keep_the_smaller_tiles(call, kernels):
-    """Also when launched directly."""
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=20_000) as launched:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -136,6 +135,22 @@ def test_a_candidate_that_is_measured_is_not_replaced():
             pytest.raises(RuntimeWarning, match="smaller tiles"),
         ):
             call()
+
+
+def test_candidates_are_launched_as_they_are(monkeypatch):
+    """One of four; those of Hopper's kernels by these kernels."""
+    monkeypatch.setattr(gpu, "device", lambda: torch.device("cpu"))
+    config = tune.TuneBenchmark(lengths=(256,), num_heads=1)
+    seen, forms = set(), {tuning.FWD: "fwd", tuning.DKDV: "bwd_dkdv", tuning.DQ: "bwd_dq"}
+    for case in (tune.Case(256, d, causal, k) for d, causal in ((64, True), (128, False)) for k in tune.PASSES):
+        with standin_driver.gpu(90, compiles=False) as launched:
+            for candidate in tune.candidates_of(config, case)[::4]:
+                launched.clear()
+                tune.try_once((config, case, candidate))
+                prefix = "hopper_" if isinstance(candidate, tuning.HopperConfig) else ""
+                assert {x.name for x in launched} == {f"{prefix}{forms[case.kernel]}_kernel"}, (case, candidate)
+                seen.add((case.kernel, prefix))
+    assert len(seen) == 6
 
 
 WIDE = {"dtype": torch.float32, "d": 128}

@@ -25,7 +25,6 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def rows(b, n, h, d):
-    """Return (B, H, N, D) with the memory order of projections, (B, N, H, D)."""
     return empty(b, n, h, d).transpose(1, 2)
 
 
@@ -45,8 +44,7 @@ def both_passes(q, k, v, grad=torch.empty_like, **options):
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_calls(launched, part):
-    """Of all options, layouts and small sizes, 0 among them."""
-    for number in numbers(48)[part::4]:
+    for number in numbers(24)[part::4]:
         case = random_case(number)
         case.dtype = torch.bfloat16 if case.dtype is torch.float64 else case.dtype
         given, lengths = case.tensors()

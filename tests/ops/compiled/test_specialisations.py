@@ -38,7 +38,6 @@ OPTIONS = {
 
 
 def counts(launched):
-    """Return how many binaries of each kernel were launched."""
     binaries = {x.name: set() for x in launched}
     for x in launched:
         binaries[x.name].add(x.binary)
