@@ -82,7 +82,7 @@ test-integrations: test-integrations-minimum test-integrations-newest
 
 # In one thread each, so that make -j2 runs both side by side. A package that is not in the layer has the version of
 # .venv, with which make test has tested it.
-OF_TRANSFORMERS := transformers transformers_saving transformers_model transformers_written peft
+OF_TRANSFORMERS := transformers transformers_saving transformers_model transformers_written imports peft
 
 test-integrations-%: .venv-integrations-%/installed
 	files=$$(cd .venv-integrations-$*/lib/python*/site-packages && \

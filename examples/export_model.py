@@ -25,11 +25,13 @@ def main():
     size = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "vocab_size": 50, "max_seq_len": 64}
     model = LanguageModel(LanguageModelConfig(**size, position="alibi")).eval()
     tokens = torch.randint(50, (2, 20))
-    shapes = ({1: Dim("length", min=2, max=64)},)
-    program = torch.export.export(model, (tokens,), dynamic_shapes=shapes)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=({1: Dim("length", min=2, max=64)},))
     with tempfile.TemporaryDirectory() as folder:
-        runs = {"export": lambda: program.module(), "aot": lambda: ahead_of_time(program, folder)}
-        runs["onnx"] = lambda: onnx(model, tokens, shapes, folder)
+        runs = {
+            "export": lambda: program.module(),
+            "aot": lambda: ahead_of_time(program, folder),
+            "onnx": lambda: onnx(program, folder),
+        }
         for name, make in runs.items():
             if name in options.only:
                 run = make()
@@ -45,12 +47,12 @@ def ahead_of_time(program, folder):
     return torch._inductor.aoti_load_package(path)
 
 
-def onnx(model, tokens, shapes, folder):
-    """Export a model to ONNX, and load it in ONNX Runtime."""
+def onnx(program, folder):
+    """Translate an exported program to ONNX, and load it in ONNX Runtime."""
     import onnxruntime
 
     path = str(Path(folder) / "model.onnx")
-    torch.onnx.export(model, (tokens,), dynamic_shapes=shapes, dynamo=True).save(path)
+    torch.onnx.export(program, dynamo=True).save(path)
     session = onnxruntime.InferenceSession(path)
     (name,) = (argument.name for argument in session.get_inputs())
     return lambda tokens: torch.from_numpy(session.run(None, {name: tokens.numpy()})[0])

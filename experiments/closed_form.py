@@ -34,7 +34,10 @@ def random_head(
 
 
 def norms_over_length(
-    lengths: tuple[int, ...] = (8, 16, 32, 64, 128, 256), trials: int = 10, std: float | None = None
+    lengths: tuple[int, ...] = (8, 16, 32, 64, 128, 256),
+    trials: int = 10,
+    std: float | None = None,
+    tolerance: float = 1e-6,
 ) -> list[dict[str, Any]]:
     """Return the data of the figure "empirical regularity": Jacobian norms of sigmoid and softmax attention over n.
 
@@ -52,7 +55,7 @@ def norms_over_length(
             for activation, bound in (("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)):
                 for hybrid in (False, True):
                     head = replace(drawn, activation=activation, hybrid_norm=hybrid)
-                    norm = regularity.jacobian_norm_matrix_free(head, x, tolerance=1e-6)
+                    norm = regularity.jacobian_norm_matrix_free(head, x, tolerance)
                     row = {"n": n, "trial": trial, "activation": activation, "hybrid_norm": hybrid, "norm": norm}
                     rows.append({**row, "bound": None if hybrid else bound(head, x)})
     return rows
@@ -64,7 +67,7 @@ def measure_jacobian_norms(setting: Setting) -> Result:
     figure, axes = drawing.axes_grid(2, len(WEIGHTS), width=5.0)
     data, rows = [], []
     for i, (weights, std) in enumerate(WEIGHTS.items()):
-        found = norms_over_length(lengths, setting.scaled(1, 10, 10), std=std)
+        found = norms_over_length(lengths, setting.scaled(1, 10, 10), std, setting.scaled(1e-2, 1e-6, 1e-6))
         data += [{"weights": weights, **row} for row in found]
         plot_jacobian_norms(axes[2 * i : 2 * i + 2], found)
         axes[2 * i].set_ylabel(f"Jacobian norm, {weights.partition(',')[0]}")

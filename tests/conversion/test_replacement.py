@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sigattn import convert
 from sigattn.models import LanguageModel, saving
 from sigattn.nn import BatchLengthBias, ContextLengthBias, LearnableBias
+from tests.conversion import layers
 from tests.conversion.layers import SDPA, TOKENS, Attend, EagerAttention, Net, X, converted, language, replace
 
 X = X[0]
@@ -134,19 +134,6 @@ class OwnForward(nn.MultiheadAttention):
         return 2 * out, weights
 
 
-class Operators(TorchDispatchMode):
-    """Notes the operators of softmax attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.softmax = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(s in func.name() for s in ("softmax", "attention", "transformer_encoder")):
-            self.softmax.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 class TestMultiheadAttention:
     """Every option: tests/nn/test_converted_layers.py."""
 
@@ -185,9 +172,9 @@ class TestMultiheadAttention:
         training = encoder.train()(x, src_key_padding_mask=padding)
         for other in (encoder, copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
             for without_gradient in (torch.no_grad, torch.inference_mode):
-                with without_gradient(), Operators() as operators:
+                with without_gradient(), layers.SoftmaxOperators() as operators:
                     fast = other.eval()(x, src_key_padding_mask=padding)
-                assert not operators.softmax
+                assert not operators.names
                 torch.testing.assert_close(fast, training)
         first, seen = encoder.layers[0], torch.ones(2, 1, 1, 5).bool() if padding is None else ~padding[:, None, None]
         attention = first.self_attn

@@ -1,5 +1,6 @@
 """Every experiment at its smallest scale, its page, the statistics, stored runs and the committed pages."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -26,7 +27,7 @@ from experiments.experiment import OPTIONS, Experiment, ExperimentError, Result,
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
-from sigattn.train import checkpoint
+from sigattn.train import checkpoint, loop
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
@@ -62,8 +63,17 @@ def whole_folder(tmp_path_factory):
 
 @pytest.fixture
 def without_checkpoints(in_this_process, unchecked, monkeypatch):
-    """Train in this process, without checkpoints, whose writing takes longer than a small training."""
+    """Train in this process, without checkpoints and with few held-out samples: all take longer than a training."""
     monkeypatch.setattr(checkpoint, "save", lambda folder, *_, **__: folder)
+    validate = loop.Trainer.validate
+
+    def validate_one_batch(trainer):
+        kind, whole = type(trainer.data), type(trainer.data).validation
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "validation", lambda data, size: itertools.islice(whole(data, min(size, 32)), 1))
+            return validate(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "validate", validate_one_batch)
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +283,17 @@ def _count_calls(path):
     return {"calls": len(path.read_text())}
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Fork the workers, which need not import PyTorch then."""
+    if not hasattr(os, "fork"):
+        pytest.skip("forks")
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads
 def test_results_are_stored_by_their_settings(tmp_path, request):
     """The first is computed in a process of its own."""
     lines = []
@@ -306,11 +327,9 @@ def _report_and_sleep(pipe):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="forks, and looks for a process in /proc")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads
-def test_workers_end_with_a_killed_parent(monkeypatch):
-    """Forked ones, which need not import PyTorch."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_workers_end_with_a_killed_parent():
     read, write = os.pipe()
     if (parent := os.fork()) == 0:
         list(workers.run_in_workers({0: partial(_report_and_sleep, write)}, 1))

@@ -36,13 +36,14 @@ def write(section: str, library: str, rows: list[dict[str, Any]]) -> None:
     rows = [{**row, "why": _reason(row["why"])} for row in rows]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda r: r["architecture"]))
     data_of(section).write_text(f'{{"library": {json.dumps(library)}, "results": [\n{lines}\n]}}\n')
-    PAGE.write_text(_between(section, PAGE.read_text(), table(section)))
+    PAGE.write_text(_between_markers(section).sub(lambda _: table(section), PAGE.read_text()))
 
 
 def section_of_page(section: str) -> str:
     """Return what stands between a section's markers in the page."""
-    begin, end = _markers(section)
-    return PAGE.read_text().partition(begin)[2].partition(end)[0].strip()
+    found = _between_markers(section).search(PAGE.read_text())
+    assert found is not None
+    return found[0]
 
 
 def table(section: str) -> str:
@@ -72,11 +73,5 @@ def _reason(message: str) -> str:
     return message.rpartition('attn_implementation="sigmoid": ')[2]
 
 
-def _markers(section: str) -> tuple[str, str]:
-    return f"<!-- {section}: generated -->", f"<!-- {section}: end -->"
-
-
-def _between(section: str, page: str, text: str) -> str:
-    begin, end = _markers(section)
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+def _between_markers(section: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {section}: generated -->\n).*?(?=\n<!-- {section}: end -->)", re.DOTALL)

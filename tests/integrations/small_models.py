@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sigattn.conversion.transformers import TransformersAdapter
+from sigattn.integrations.transformers.configured import CONFIGURED
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -83,16 +84,12 @@ def model_of(kind="llama", implementation=None, *, auto=None, spread=0.0, **more
     return model
 
 
-def with_biases(model, make):
-    """Give every attention layer of a softmax model a bias that ``make`` returns; return the biases by layer."""
-    adapter = TransformersAdapter(model, None)
-    biases = {name: make() for name in adapter.layers()}
-    adapter.swap(biases, normalize=True)
-    return biases
-
-
 def with_random_biases(model):
-    for bias in with_biases(model, lambda: VisibleKeysLinearBias(4)).values():
+    """Give every attention layer of a softmax model a learned bias."""
+    adapter = TransformersAdapter(model, None)
+    biases = {name: VisibleKeysLinearBias(4) for name in adapter.layers()}
+    adapter.swap(biases, normalize=True)
+    for bias in biases.values():
         torch.nn.init.normal_(bias.constant, std=0.3)
         torch.nn.init.normal_(bias.slope, -0.7, 0.2)
     return model
@@ -103,6 +100,11 @@ def sigmoid_model(kind, bias="log_visible", **more):
     if bias == "learned":
         return with_random_biases(model_of(kind, **more))
     return model_of(kind, "sigmoid", **({} if bias == "log_visible" else {"sigmoid_bias": bias}), **more)
+
+
+def replaced(model):
+    """Return the names of the layers that write their softmax out, and now compute sigmoid attention."""
+    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
 
 
 def with_formula(model):

@@ -15,6 +15,7 @@ must give the same outputs after it was saved and loaded; a refused one is uncha
 import argparse
 import copy
 import dataclasses
+import functools
 import inspect
 import sys
 import tempfile
@@ -52,21 +53,6 @@ OWN_REFERENCE = {  # a reference of our own, because transformers' eager attenti
     ),
     # or applies a sink after the softmax, or subtracts the largest logit
     **dict.fromkeys(("granite_swa", "granitemoe_swa", "mimo_v2_flash"), ""),
-}
-
-
-NORMALIZED = {  # refused without: attention sinks act by the sum of a row, and mpt's ALiBi has no level
-    "deepseek_v4",
-    "flint",
-    "gpt_oss",
-    "granite_swa",
-    "granitemoe_swa",
-    "hy_v4",
-    "inkling2",
-    "inkling2_text",
-    "mimo_v2_flash",
-    "mpt",
-    "openai_privacy_filter",
 }
 
 
@@ -239,8 +225,13 @@ def _weights(logits, bias, mask, margin=0.0):
 
 
 def judge(architecture):
-    """Compare the choice of "sigmoid" with the reference, in the smallest configuration that works."""
-    return _in_some_size(architecture, _judge)
+    """Compare the choice of "sigmoid" with the reference, in the smallest configuration that works.
+
+    With weights of sum 1 where sigmoid attention asks for it: attention sinks act by the sum of a row.
+    """
+    result = _in_some_size(architecture, _judge)
+    asks = "set config.sigmoid_normalize = True" in result.why
+    return _in_some_size(architecture, functools.partial(_judge, normalize=True)) if asks else result
 
 
 def judge_conversion(architecture):
@@ -270,8 +261,7 @@ def _in_some_size(architecture, judge_size):
     return Result(architecture, "not built", "; ".join(dict.fromkeys(reasons)))
 
 
-def _judge(architecture, make, eager):
-    normalize = architecture in NORMALIZED
+def _judge(architecture, make, eager, normalize=False):
     try:
         config = make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS, sigmoid_normalize=normalize)
         model = tiny.build(config, "sigmoid")

@@ -102,20 +102,22 @@ def test_compiled():
 
 @pytest.mark.usefixtures("unchecked")
 def test_exported_and_traced_for_any_length():
-    """Shared key heads and a window, at lengths within and beyond it."""
+    """Shared key heads and a window, at lengths within and beyond it; and without a mask, with other keys."""
 
     class Layer(torch.nn.Module):
-        def forward(self, query, key, padding):
+        def forward(self, query, key, padding, other):
             n = query.shape[2]
             window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
             mask = sigmoid_mask(len(query), n, n, attention_mask=padding, allow_is_causal_skip=True, **window)
-            return sigmoid.attention(self, query, key, key, mask, sliding_window=6)[0]
+            windowed = sigmoid.attention(self, query, key, key, mask, sliding_window=6)[0]
+            return windowed, sigmoid.attention(self, query, other, other, None, is_causal=False)[0]
 
     def inputs(n):
-        return torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), torch.arange(n) >= torch.tensor([[0], [2]])
+        padding = torch.arange(n) >= torch.tensor([[0], [2]])
+        return torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), padding, torch.randn(2, 2, 3 * n, 8)
 
-    n = torch.export.Dim("n", min=3, max=60)
-    exported = torch.export.export(Layer(), inputs(9), dynamic_shapes=({2: n}, {2: n}, {1: n})).module()
+    n, m = torch.export.Dim("n", min=3, max=60), torch.export.Dim("m", max=200)
+    exported = torch.export.export(Layer(), inputs(9), dynamic_shapes=({2: n}, {2: n}, {1: n}, {2: m})).module()
     traced = torch.jit.trace(Layer(), inputs(9), check_trace=False)
     for length in (5, 30):
         operands = inputs(length)

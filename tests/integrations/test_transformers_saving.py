@@ -19,8 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from sigattn import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.integrations.transformers.configured import CONFIGURED  # noqa: E402
-from tests.integrations.small_models import SIZES, TEXT, inputs_of, model_of, sigmoid_model  # noqa: E402
+from tests.integrations.small_models import SIZES, TEXT, inputs_of, model_of, replaced, sigmoid_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 MODELS = {  # name: kind, Auto class, bias, settings
@@ -371,11 +370,6 @@ class TestLearnedBiases:
             half(input_ids=ids, labels=ids).loss.backward()
         finally:
             torch.distributed.destroy_process_group()
-
-
-def replaced(model):
-    """Return the names of the layers that write their softmax out, and now compute sigmoid attention."""
-    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
 
 
 @pytest.mark.parametrize("by_batches", [True, False], ids=["batches", "number"])

@@ -15,7 +15,7 @@ from sigattn import convert
 from sigattn.integrations import transformers as sigmoid
 from sigattn.integrations.transformers.configured import CONFIGURED
 from tests.integrations import tiny_transformers as tiny
-from tests.integrations.small_models import model_of
+from tests.integrations.small_models import model_of, replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -26,10 +26,6 @@ MASK[0, :3] = 0
 def logits(model, **more):
     with torch.no_grad():
         return model(IDS, attention_mask=MASK, **more).logits[:, 3:]
-
-
-def replaced(model):
-    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
 
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon", "mpt", "gptj"])
