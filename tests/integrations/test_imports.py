@@ -25,7 +25,7 @@ def test_the_package_to_install_is_named(error, message):
         raise ImportError("Failed to import transformers.models") from error  # as transformers hides its cause
 
 
-def test_the_module_runs_a_command_of_transformers_whose_server_finds_the_class_of_exported_models(monkeypatch, capsys):
+def test_the_module_runs_a_command_of_transformers_and_its_server_finds_our_class(monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("typer")
     monkeypatch.setattr(sys, "argv", ["transformers", "version"])
