@@ -146,6 +146,10 @@ REFUSED = {  # name: model, part of the message, calls
     "pairs": (Attend, "arguments of one call: for pairs .* pass loss=…", {"batches": [(X[0], X[1], X[2])]}),
     "a wrong batch": (Attend, "does not run on batch 0 of 1: RuntimeError", {"batches": [WRONG]}),
     "a wrong batch, held out": (Attend, "does not run on batch 5 of 6", {"batches": batches_with(5, WRONG)}),
+    "nothing but padding": (
+        Attend, "no query of the batches sees a key in ''",
+        {"batches": [{"x": x, "attn_mask": torch.zeros(7, 7, dtype=torch.bool)} for x in X]},
+    ),
     "NaN in a query": (
         lambda: changed(language(), set_to_nan("blocks.1.attention.query.weight")),
         r"logits of 'blocks\.1\.attention' are not finite", OF_TOKENS,
@@ -156,7 +160,10 @@ REFUSED = {  # name: model, part of the message, calls
     ),
     "NaN in a held-out batch": (lambda: Both(Attend()), "of 'first' are not finite", {"batches": batches_with(5, NAN)}),
     "an infinite loss": (language, "loss must be finite", {**OF_TOKENS, "loss": lambda m, b: m(b).sum() * math.inf}),
-    "an error of the loss": (language, "KeyError: 'labels'", {**OF_TOKENS, "loss": loss_without_labels}),
+    "an error of the loss": (
+        language, "loss fails on batch 0 of 6: KeyError: 'labels'", {**OF_TOKENS, "loss": loss_without_labels}
+    ),
+    "a bias that is no number": (Attend, "convert: bias must be finite, got nan", {"bias": math.nan}),
     # arguments
     "a loss": (Attend, "loss applies only with batches", {"loss": lambda model, batch: 0}),
     "a limit": (Attend, "max_error applies only with batches, got max_error=0.1", {"max_error": 0.1}),
@@ -246,6 +253,12 @@ def test_a_converted_model_is_not_converted_again():
         convert(model, batches)
         with pytest.raises(ConversionError, match="has sigmoid attention already"):
             convert(model, batches)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_model_is_named_by_its_type():
+    with pytest.raises(TypeError, match="convert: model must be a module, got str"):
+        convert("bert-base-uncased")
 
 
 def test_offloaded_weights_are_refused():

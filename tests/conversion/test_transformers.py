@@ -87,9 +87,16 @@ def resnet():
     return AutoModel.from_config(AutoConfig.for_model("resnet", embedding_size=16, hidden_sizes=[16], depths=[1]))
 
 
+def converted():
+    model = model_of("llama")
+    convert(model, IDS.unbind())
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "batches", "message", "options"),
     [
+        (converted, IDS.unbind(), r"sigmoid_bias=\{learned biases of 2 layers\}", {}),
         (lambda: Classifier(True), IDS.unbind(), "and other attention.*pool", {}),
         (lambda: model_of("clip"), IDS.unbind(), r"do not reach the attention of 'vision_model",
          {"loss": features_of_text}),

@@ -24,6 +24,8 @@ def test_a_model_with_an_adapter_is_refused_until_it_is_merged():
     for model, where in ((adapted, "it is a PeftModel"), (adapted.base_model.model, name)):
         with pytest.raises(ConversionError, match=f"has an adapter of peft \\({where}.*convert the base model"):
             convert(model, batches)
+        with pytest.raises(ConversionError, match="has an adapter of peft"):  # whose base would be softmax when loaded
+            convert(model)
     assert adapted.config._attn_implementation == "sdpa"
     prompt = peft.get_peft_model(
         model_of("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -196,9 +196,9 @@ class TestMask:
             assert torch.equal(a[:, :8], b[:, :8])
 
 
-@pytest.mark.parametrize("bias", ["-log n", True], ids=str)
+@pytest.mark.parametrize("bias", ["-log n", True, float("nan")], ids=str)
 def test_wrong_biases_are_refused(bias):
-    with pytest.raises(ValueError, match='sigmoid_bias must be a number or "log_visible"'):
+    with pytest.raises(ValueError, match='sigmoid_bias must be a finite number or "log_visible"'):
         sigmoid_model("llama", bias)(inputs_of("llama")["input_ids"])
 
 

@@ -95,7 +95,7 @@ def convert(
     layers.1.self_attn  MultiheadAttention  multi_head_attention_forward  converted
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model must be a module, got {model!r}")
+        raise TypeError(f"convert: model must be a module, got {type(model).__name__}")
     if not isinstance(normalize, bool):
         raise TypeError(f"convert: normalize must be True or False, got {normalize!r}")
     if isinstance(keep, str):
@@ -226,8 +226,9 @@ def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -
         advice = ""
         if loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
             advice = ". A tuple has the arguments of one call: for pairs of inputs and targets pass loss=…"
+        failure = "the model does not run" if loss is None else "loss fails"
         raise ConversionError(
-            f"the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}{advice}"
+            f"{failure} on batch {i} of {len(batches)}: {type(error).__name__}: {error}{advice}"
         ) from error
 
 

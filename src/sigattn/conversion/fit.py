@@ -125,4 +125,8 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             f"the batches do not reach the attention of {', '.join(map(repr, missing))}: pass batches that "
             "run every layer"
         )
+    if empty := [name for name in names if not fits[name].sums[0].any()]:
+        raise ConversionError(
+            f"no query of the batches sees a key in {', '.join(map(repr, empty))}: check their attention masks"
+        )
     return {name: fits[name].solve() for name in names}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from sigattn.conversion.adapter import Adapter, device_of
+from sigattn.conversion.adapter import Adapter, device_of, refuse_peft
 from sigattn.conversion.modules import find_softmax
 from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.integrations.transformers import interface, learned_bias
@@ -56,6 +56,7 @@ class TransformersAdapter(Adapter):
 
     def reaches_all(self) -> bool:
         """Return True if the choice of "sigmoid" converts all attention; raise ConversionError if it is chosen."""
+        refuse_peft(self.model)
         for root in self.roots:
             _refuse_converted(root)
         try:
@@ -162,11 +163,12 @@ def _setting(bias: AttentionBias | None, normalize: bool) -> float | str | None:
 
 def _refuse_converted(root: PreTrainedModel) -> None:
     for config in configurations(root):
-        if config._attn_implementation == NAME or getattr(config, "sigmoid_bias", None) is not None:
+        bias = getattr(config, "sigmoid_bias", None)
+        if config._attn_implementation == NAME or bias is not None:
             raise ConversionError(
                 f"{type(root).__name__} has sigmoid attention already: {type(config).__name__} has "
                 f'attn_implementation="{config._attn_implementation}" and '
-                f"sigmoid_bias={getattr(config, 'sigmoid_bias', None)!r}. Conversion starts from softmax attention"
+                f"sigmoid_bias={learned_bias.shown(bias)}. Conversion starts from softmax attention"
             )
 
 

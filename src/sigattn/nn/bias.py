@@ -12,6 +12,7 @@ With a KV cache, the number of keys grows from call to call. ``BatchLengthBias``
 so that a query's bias in generation differs from that in training. The other biases are the same in both.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class ConstantBias(AttentionBias):
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value: float = scalars.real(type(self).__name__, "value", value)
+        if not math.isfinite(self.value):
+            raise ValueError(f"{type(self).__name__}: value must be finite, got {value!r}")
 
     def forward(self, num_queries: int, num_keys: int, **_: Any) -> float:
         return self.value
@@ -195,11 +198,13 @@ class QueryBias(LearnableBias):
 
 
 def as_bias(name: str, bias: Any) -> AttentionBias:
-    """Return a bias as it is, and a number as a ``ConstantBias``; raise TypeError with the name for anything else."""
+    """Return a bias as it is, and a finite number as a ``ConstantBias``; raise with the name for anything else."""
     if isinstance(bias, AttentionBias):
         return bias
     try:
         return ConstantBias(bias)
+    except ValueError as error:
+        raise ValueError(f"{name} must be finite, got {bias!r}") from error
     except TypeError as error:
         raise TypeError(
             f"{name} must be a number or a module of sigattn.nn.bias, such as VisibleKeysBias(), got "

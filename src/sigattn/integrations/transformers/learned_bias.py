@@ -75,6 +75,11 @@ def describe(bias: nn.Module) -> dict[str, Any]:
     raise TypeError(f"{type(bias).__name__} cannot be saved in a configuration: use VisibleKeysLinearBias")
 
 
+def shown(bias: Any) -> str:
+    """Return a configuration's ``sigmoid_bias`` as it is shown in messages: of a record the number of layers."""
+    return f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
+
+
 def create(entry: Any) -> nn.Module:
     """Return a bias of an entry of a record, with initial values; ValueError for an unknown entry."""
     if entry == {"kind": KeptSoftmax.__name__}:

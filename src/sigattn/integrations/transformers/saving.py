@@ -9,6 +9,7 @@ every Auto class can load it, and a process that did not import this package get
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,11 +27,12 @@ _OTHER_KEY = "_attn_implementation"  # means the same; for configurations that h
 
 
 def validate_bias(bias: Any) -> Bias:
-    """Return ``sigmoid_bias`` if it is a number or "log_visible"; raise ValueError otherwise."""
-    if isinstance(bias, bool) or not (isinstance(bias, (int, float)) or bias == LOG_VISIBLE):
+    """Return ``sigmoid_bias`` if it is a finite number or "log_visible"; raise ValueError otherwise."""
+    is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+    if not (-math.inf < bias < math.inf if is_number else bias == LOG_VISIBLE):
         raise ValueError(
-            f'sigmoid_bias must be a number or "{LOG_VISIBLE}", got {bias!r}. (-log of the current length would change '
-            "as a cache grows: pass -log of the training length)"
+            f'sigmoid_bias must be a finite number or "{LOG_VISIBLE}", got {bias!r}. (-log of the current length would '
+            "change as a cache grows: pass -log of the training length)"
         )
     return bias
 

@@ -107,9 +107,8 @@ def _check_and_adjust_attn_implementation(
         attn_implementation = NAME
         _select_in_parts(model.config)
     elif bias is not None and attn_implementation != NAME:
-        shown = f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
         warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
-            f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {shown} of '
+            f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {learned_bias.shown(bias)} of '
             f'{type(model.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
             stacklevel=3,
         )
