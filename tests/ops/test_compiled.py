@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "compiled"
-MACHINE_CODE = ["test_machine_code.py"]  # about half of the time: two workers may share it
-OTHERS = sorted(path.name for path in FOLDER.glob("test_*.py") if path.name not in MACHINE_CODE)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="this process collects them itself")
 @pytest.mark.skipif("SIGATTN_FUZZ_EXAMPLES" in os.environ, reason="make test-kernels runs all of them, in parallel")
-@pytest.mark.parametrize("files", [MACHINE_CODE, OTHERS], ids=["machine code", "launches"])
-def test_compiled(files):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+def test_compiled():
+    """In one process, because the imports take seconds."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([*command, *(str(FOLDER / file) for file in files)], cwd=FOLDER.parents[2], env=environment,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(command, cwd=FOLDER.parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
