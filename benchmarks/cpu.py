@@ -2,7 +2,8 @@
 
 Baselines are softmax by PyTorch's ``scaled_dot_product_attention`` and sigmoid attention as a plain formula, eager and
 compiled. Each is checked against float64 before it is timed. Use the ratios: absolute times vary with the load of the
-machine, a ratio is the median over rounds in which all ran in turn.
+machine, a ratio is the median over rounds in which all ran in turn. "of matmul" is the share of the speed of
+``torch.matmul`` with square matrices of 1,024, in the same rounds: of the products alone, half of them if causal.
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ _COLUMNS = {
     "ms": ("median_ms", ".3f"),
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× naive": ("naive_time_over_this", ".2f"),
+    "of matmul": ("of_matmul", ".2f"),
     "error": ("relative_error", ".1e"),
 }
+
+
+_MATMUL, _MATMUL_SIZE = "torch.matmul", 1024
+_PRODUCTS = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}  # of matrices of n queries, n keys and the features of a head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +152,11 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
         calls, errors[name] = baselines.checked_passes(implementation, inputs)
         for direction in passes:
             passes[direction][name] = calls[direction]
+    matrices = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE).to(DTYPES[dtype])
+    for calls in passes.values():
+        calls[_MATMUL] = lambda: matrices[0] @ matrices[1]
     rounds = config.rounds if n <= 4096 else max(3, config.rounds // 3)
+    one_product = config.num_heads * n * n * config.head_dim / _MATMUL_SIZE**3 / (2 if causal else 1)
     return [
         {
             "n": n,
@@ -158,8 +168,10 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
             "softmax_time_over_this": ratios[SDPA],
             "naive_time_over_this": ratios.get(NAIVE),
             "compiled_time_over_this": ratios.get(COMPILED_NAIVE),
+            "of_matmul": _PRODUCTS[direction] * one_product * ratios[_MATMUL],
             "relative_error": errors[name][direction != FORWARD],
         }
         for direction, calls in passes.items()
         for name, seconds, ratios in time_calls(calls, rounds)
+        if name != _MATMUL
     ]

@@ -98,8 +98,8 @@ def _count_visible(
         seen = is_visible(mask)
         seen = seen if max(window) < 0 else seen & band(*window, (0, num_queries), (0, num_keys), device)
         return at_least(count_keys_per_query(seen, num_keys).float(), 4)
-    if max(window) < 0:  # the same number for each query, in a third of the operators
-        return (torch.zeros((1, 1, 1, 1), dtype=torch.float32, device=device) + num_keys).clamp(min=1)
+    if max(window) < 0:  # the same number for each query
+        return torch.full((1, 1, 1, 1), torch.sym_max(num_keys, 1), dtype=torch.float32, device=device)
     i = torch.arange(num_queries, device=device)
     first = i * 0 if window[0] < 0 else (i - window[0]).clamp(min=0)
     last = i * 0 + num_keys - 1 if window[1] < 0 else (i + window[1]).clamp(max=num_keys - 1)

@@ -25,16 +25,15 @@ SMALLEST_SUM = 2.0**-80  # of a row that is not lifted; weights that underflow a
 LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
 
 
-def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], object]) -> None:
+def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], bool]) -> None:
     """Run the forward pass of a problem that normalises, a second time if rows need a lift, and write the lifts.
 
-    ``forward`` writes the output of a problem, and the sums of its rows, ``row_sums[..., 0]``.
+    ``forward`` writes the output of a problem, the sums of its rows, ``row_sums[..., 0]``, and lifts of 0,
+    ``row_sums[..., 1]``. It returns True if a sum is below ``SMALLEST_SUM``.
     """
-    forward(problem)
-    is_small = row_sums.select(-1, 0) < SMALLEST_SUM
-    row_sums.select(-1, 1).zero_()
-    if not problem.key.shape[2] or not is_small.any():
+    if not forward(problem) or not problem.key.shape[2]:
         return
+    is_small = row_sums.select(-1, 0) < SMALLEST_SUM
     largest = reference.largest_logits(problem, is_small.flatten(0, 1).any(0))
     lifts = torch.where(is_small & largest.isfinite(), LEVEL - largest, 0)  # -inf if a row sees no key
     if lifts.any():

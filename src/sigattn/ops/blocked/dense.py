@@ -54,9 +54,17 @@ def forward(problem: Problem, saved: Saved | None) -> Result:
 def attend(problem: Problem, result: Result) -> None:
     """Write the output, and unless they are empty the weights and the sums of the rows."""
     if problem.normalize:
-        normalization.compute(problem, result.row_sums, functools.partial(_attend, result=result))
+        normalization.compute(problem, result.row_sums, functools.partial(_attend_to_sum, result=result))
     else:
         _attend(problem, result)
+
+
+def _attend_to_sum(problem: Problem, result: Result) -> bool:
+    """Write the result; return True if a row's sum is below ``SMALLEST_SUM``."""
+    _attend(problem, result)
+    sums, lifts = result.row_sums.unbind(-1)
+    lifts.zero_()
+    return bool((sums < normalization.SMALLEST_SUM).any())
 
 
 def _attend(problem: Problem, result: Result) -> None:

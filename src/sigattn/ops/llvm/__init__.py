@@ -7,8 +7,15 @@ import sys
 import torch
 
 from sigattn.ops import packed
-from sigattn.ops.gradients import Result
-from sigattn.ops.llvm.calls import NO_GRADIENT_OF_MASK, backward, differentiate, forward, parallel, saved_weights
+from sigattn.ops.llvm.calls import (
+    NO_GRADIENT_OF_MASK,
+    attend,
+    backward,
+    differentiate,
+    forward,
+    parallel,
+    saved_weights,
+)
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 __all__ = [
@@ -35,13 +42,9 @@ _FAST = {
 }
 
 
-def _attend(problem: Problem, result: Result) -> None:
-    forward(problem, None, result)
-
-
-varlen_forward = functools.partial(packed.varlen_forward, _attend)
+varlen_forward = functools.partial(packed.varlen_forward, attend)
 varlen_backward = functools.partial(packed.varlen_backward, differentiate)
-kvcache_forward = functools.partial(packed.kvcache_forward, _attend, None)
+kvcache_forward = functools.partial(packed.kvcache_forward, attend, None)
 
 
 def can_be_default(problem: Problem | VarlenProblem | KVCacheProblem) -> bool:

@@ -31,6 +31,7 @@ _ONE_ALLOCATION = 4 << 20
 _BIAS_VALUE: int = KernelArguments.bias_value.offset
 _M: int = KernelArguments.m.offset
 _ZERO: int = KernelArguments.zero.offset
+_HAS_SMALL_SUM: int = KernelArguments.has_small_sum.offset
 
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
@@ -54,18 +55,28 @@ def saved_weights(p: Problem) -> Saved | None:
     return (batch, heads, n, columns), p.query.dtype
 
 
-def forward(p: Problem, saved: Saved | None, result: Result | None = None, is_lifted: bool = False) -> Result:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``)."""
+def forward(problem: Problem, saved: Saved | None) -> Result:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
+    result = new_result(problem.query, problem.value.shape[3], problem.normalize, saved)
+    attend(problem, result)
+    return result
+
+
+def attend(problem: Problem, result: Result) -> None:
+    """Write the output, and unless they are empty the weights and the sums of the rows."""
+    if problem.normalize:
+        normalization.compute(problem, result.row_sums, functools.partial(_attend, result=result))
+    else:
+        _attend(problem, result)
+
+
+def _attend(p: Problem, result: Result) -> bool:
+    """Write the result; return True if a row's sum is below ``SMALLEST_SUM``."""
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
-    if result is None:
-        result = new_result(p.query, dv, p.normalize, saved)
     if not result.out.numel() or not m:
         result.out.zero_()
         result.row_sums.zero_()
-        return result
-    if p.normalize and not is_lifted:
-        normalization.compute(p, result.row_sums, lambda lifted: forward(lifted, saved, result, is_lifted=True))
-        return result
+        return False
     out, weights, row_sums = result
     call = _Call(p, kernels(p.query.dtype))
     call.set_operands(query=p.query, key=p.key, value=p.value)
@@ -76,6 +87,7 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None, is_li
     sums = row_sums.contiguous()  # those of a packed sequence are not
     if p.normalize:
         call.args.normalizes, call.args.weight_sums = 1, sums.data_ptr()
+        call.args.small_sum = ctypes.addressof(call.args) + _HAS_SMALL_SUM
     if not call.args.packs_keys:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
     call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
@@ -83,7 +95,7 @@ def forward(p: Problem, saved: Saved | None, result: Result | None = None, is_li
         out.copy_(target[..., :dv])
     if sums is not row_sums:
         row_sums.copy_(sums)
-    return result
+    return bool(call.args.has_small_sum)
 
 
 def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
@@ -218,7 +230,8 @@ class _Call:
         bias = p.bias_value()
         if isinstance(bias, Tensor):
             bias = bias.float()
-            self.set("bias", bias, *bias.expand(*p.query.shape[:3], 1).stride()[:3])
+            sizes, strides = bias.shape[:3], bias.stride()[:3]
+            self.set("bias", bias, *[0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)])
         else:
             self.args.bias_value = bias
 

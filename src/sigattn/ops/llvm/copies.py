@@ -4,6 +4,7 @@ from typing import Any
 
 from sigattn.ops.llvm.builder import FLOAT, INT16, Builder, Matrix, Pointer, Value, constant
 from sigattn.ops.llvm.microtiles import Microtiles
+from sigattn.ops.normalization import SMALLEST_SUM
 
 
 class Copies(Microtiles):
@@ -46,12 +47,21 @@ class Copies(Microtiles):
         with b.loop(0, count) as row, b.loop(0, width, b.lanes) as d:
             (rows[row] + d).store(b.vector(0.0))
 
-    def divide_rows(self, b: Builder, rows: Matrix, count: Value, width: Value, vectors: Matrix, sums: Matrix) -> None:
-        """Divide rows by their sums of weights, and write these; rows with a sum of 0 remain."""
+    def divide_rows(
+        self, b: Builder, rows: Matrix, count: Value, width: Value, vectors: Matrix, sums: Matrix, small_sum: Pointer
+    ) -> None:
+        """Divide rows by their sums of weights, and write these and lifts of 0; rows with a sum of 0 remain.
+
+        ``small_sum`` becomes 1 if a sum is below ``SMALLEST_SUM``.
+        """
+        zero, one = (Value(b, constant(number, FLOAT)) for number in (0.0, 1.0))
         with b.loop(0, count) as row:
             total = b.sum(vectors[row].load_vector())
             sums[row].store(total)
-            divisor = b.splat(b.select(total == 0.0, Value(b, constant(1.0, FLOAT)), total))
+            (sums[row] + 1).store(zero)
+            with b.when(total < SMALLEST_SUM):
+                small_sum.store(one)
+            divisor = b.splat(b.select(total == 0.0, one, total))
             with b.loop(0, width, b.lanes) as d:
                 (rows[row] + d).store((rows[row] + d).load_vector() / divisor)
 

@@ -107,7 +107,7 @@ class _Kernels(Copies):
                     self.add_product(b, rows, left, 1, *factor, out[row:], args.value_dim)
         with b.when(args.normalizes == 1):
             sums_of_head = Matrix(args.weight_sums + (number * args.n + first) * 2, 2)
-            self.divide_rows(b, out, count, args.value_dim, weight_sums, sums_of_head)
+            self.divide_rows(b, out, count, args.value_dim, weight_sums, sums_of_head, args.small_sum)
         if self.per_word == 2:
             self.round_rows(b, out, count, args.value_dim, result)
 
