@@ -11,17 +11,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models
-
 from sigattn.models.language import LanguageModel
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("eval"):
+    import tokenizers
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
+    from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
 
     from sigattn.integrations.transformers.model import wrap

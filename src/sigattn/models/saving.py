@@ -22,6 +22,7 @@ from sigattn.models.config import ModelConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
+from sigattn.optional import require
 from sigattn.validation import SettingsError, UserError
 
 Config = TypeVar("Config")
@@ -57,6 +58,7 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     name = next((name for name, kind in MODELS.items() if type(config) is kind), None)
     if name is None:
         raise TypeError(f"save needs a configuration that is in sigattn.models.MODELS, got {type(model).__name__}")
+    _require_safetensors()
     folder = Path(folder)
     if folder.is_file():
         raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, not a file", str(folder))
@@ -66,6 +68,10 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     _write_tensors(tensors, folder / WEIGHTS)
     files.write_text(folder / CONFIG, json.dumps(description, indent=2) + "\n")
     files.write_checksums(folder, {name: files.file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
+
+
+def _require_safetensors() -> None:
+    require("safetensors", "files of models", "'sigattn[train]'")
 
 
 @contextmanager
@@ -102,6 +108,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
 
     Raises ModelError if the folder does not contain a model of this version, or a file has changed since it was saved.
     """
+    _require_safetensors()
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
