@@ -260,7 +260,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     speed = [
         [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"cpu-{processor}-*.json"))]
-        for processor in ("zen5", "zen4", "zen3", "bfloat16-zen3")
+        for processor in ("zen5", "zen4", "zen1", "bfloat16-zen1", "zen3", "bfloat16-zen3")
     ]
     steps = [json.loads((RESULTS / f"{name}.json").read_text()) for name in STEPS_RESULTS]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
