@@ -1,9 +1,9 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and those of other processors; microtiles.md from results/microtiles.json; steps.md from the results named in
-``STEPS_RESULTS``; error.svg and error.md from results/accuracy/accuracy.json; quality.svg from
-results/compare/results.json.
+these and those of other processors; share.md from results/share-zen1.json; microtiles.md from
+results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
+results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
@@ -191,6 +191,20 @@ def training_table(runs: list[Row]) -> str:
     return f"{table(head, lines)}\n{caption} {setting}; {provenance(runs[0])}.\n"
 
 
+def share_table(run: Row) -> str:
+    """Return a table of the operator's share of the speed of ``torch.matmul``, and where it was measured."""
+    cases = [(direction, causal) for direction in ("forward", "training") for causal in (False, True)]
+    lines = []
+    for n in run["configuration"]["lengths"]:
+        own = [
+            select(run["rows"], n=n, implementation="sigattn", causal=causal, **{"pass": direction})
+            for direction, causal in cases
+        ]
+        lines.append([f"{n:,}", *(f"{row['of_matmul']:.2f}" for (row,) in own)])
+    head = ["n", *(f"{direction}, {'causal' if causal else 'full'}" for direction, causal in cases)]
+    return f"{table(head, lines)}\n{provenance(run)}.\n"
+
+
 def steps_table(report: Row) -> str:
     """Return a table of the time of a step: softmax's over sigmoid's, and that of the quadratic bias over it."""
     config = report["configuration"]
@@ -276,6 +290,7 @@ def write(folder: Path) -> None:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / "speed.md").write_text(speed_table(speed[0]))
     (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
+    (folder / "share.md").write_text(share_table(json.loads((RESULTS / "share-zen1.json").read_text())))
     (folder / "microtiles.md").write_text(microtiles_table(json.loads((RESULTS / "microtiles.json").read_text())))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
