@@ -102,11 +102,40 @@ def hidden(value):
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_masks_of_every_kind_hide(value, normalize):
-    layer, x = Written(), torch.randn(2, 6, 16)
-    expected = with_formula(layer, normalize)(x.double(), hidden(value).double())
+    layer, x = Written(), torch.randn(2, 6, 16).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    expected = with_formula(layer, normalize)(wide, hidden(value).double())
     report = convert(layer, example=(x, hidden(value)), normalize=normalize)
     assert [(s.outcome, s.call) for s in report.softmax] == [("materialised", "softmax")]
-    torch.testing.assert_close(layer(x, hidden(value)).double(), expected, rtol=1e-5, atol=1e-6)
+    out = layer(x, hidden(value))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    grads = [torch.autograd.grad(o.square().sum(), i)[0].double() for o, i in ((out, x), (expected, wide))]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_keys_have_no_part_in_a_row_of_low_logits():
+    layer, x = Written(), torch.randn(2, 6, 16)
+    mask = torch.where(hidden(-1e4) == 0, -500.0, -1e4)
+    expected = with_formula(layer)(x.double(), mask.double())
+    convert(layer, example=(x, mask), normalize=True)
+    torch.testing.assert_close(layer(x, mask).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_weights_of_bfloat16_are_rounded_once(normalize):
+    class Recorded(Written):
+        def weights(self, logits):
+            self.seen = logits, super().weights(logits)
+            return self.seen[1]
+
+    layer, x = Recorded().bfloat16(), torch.randn(2, 6, 16, dtype=torch.bfloat16)
+    convert(layer, example=(x,), bias=-7.7, normalize=normalize)
+    layer(x)
+    logits, weights = layer.seen
+    expected = torch.sigmoid(logits.double() - 7.7)
+    if normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=2**-8, atol=0)
 
 
 def test_gradients_dtypes_and_copies():

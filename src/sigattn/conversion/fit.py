@@ -37,9 +37,11 @@ def row_statistics(problem: Problem | WrittenSoftmax, num_heads: int = 1) -> Row
     """Return the statistics of a call's rows, in float32 or better; with one head a written softmax has one sample."""
     if isinstance(problem, WrittenSoftmax):
         logits = problem.logits.to(torch.promote_types(problem.logits.dtype, torch.float32))
-        lse = logits.masked_fill(~problem.visible, -torch.inf).logsumexp(-1)
+        hidden = problem.hidden
+        lse = logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
         shape = (-1, num_heads, logits.shape[-2]) if num_heads > 1 else (1, 1, -1)
-        return RowStatistics(*(t.reshape(shape) for t in (lse, problem.num_visible, problem.visible.any(-1))))
+        rows = lse, problem.num_visible(hidden), ~hidden.all(-1)
+        return RowStatistics(*(t.reshape(shape) for t in rows))
     blocks = []
     for start, stop in row_blocks(problem):
         logits, seen = masked_logits(problem, "softmax", (start, stop))  # (B, Hq, R, M)
@@ -54,7 +56,7 @@ def row_statistics(problem: Problem | WrittenSoftmax, num_heads: int = 1) -> Row
 def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N), or logits' dimensions but the last
     """Return True for rows of padding: in self-attention by key_lengths, of a written softmax those without keys."""
     if isinstance(problem, WrittenSoftmax):
-        return ~problem.visible.any(-1)
+        return problem.hidden.all(-1)
     n, lengths = problem.query.shape[2], problem.key_lengths
     if lengths is None or n != problem.key.shape[2]:
         return None

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias, VisibleKeysBias
-from sigattn.ops import reference
 
 MASKED_BELOW = -1000.0
+_HIDDEN = 1e30  # of -logits: its softmax weight is 0 next to any that is not masked
 _HEADS = re.compile("heads?$")  # ends of the names of attributes: num_heads, n_head, num_attention_heads
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
 _DEFAULT = VisibleKeysBias()
@@ -28,14 +28,13 @@ class WrittenSoftmax(NamedTuple):
     num_heads: int = 1  # size of dimension -3, if it is known to be that of the heads
 
     @property
-    def visible(self) -> Tensor:
-        """True where a key is not masked, (..., M). NaN is not masked."""
-        return ~(self.logits <= MASKED_BELOW)
+    def hidden(self) -> Tensor:
+        """True where a key is masked, (..., M). NaN is not masked."""
+        return self.logits <= MASKED_BELOW
 
-    @property
-    def num_visible(self) -> Tensor:
-        """Number of visible keys of each row, at least 1, (..., 1), float32."""
-        return self.visible.sum(-1, keepdim=True).clamp(min=1).float()
+    def num_visible(self, hidden: Tensor) -> Tensor:
+        """Return the number of visible keys of each row, at least 1, (..., 1), float32."""
+        return (self.logits.shape[-1] - hidden.sum(-1, keepdim=True)).clamp(min=1).float()
 
     def weights(self, bias: AttentionBias | None, normalize: bool) -> Tensor:
         """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
@@ -44,13 +43,17 @@ class WrittenSoftmax(NamedTuple):
         raised if the bias has other numbers of heads or queries than the logits.
         """
         wide = torch.promote_types(torch.promote_types(self.logits.dtype, self.dtype), torch.float32)
-        visible = self.visible
-        logits = self.logits.to(wide).masked_fill(~visible, 0) + self._evaluate(bias, normalize)
-        return reference.weights_of(logits, visible, "sigmoid", normalize).to(self.dtype)
+        logits, hidden = self.logits.to(wide), self.hidden
+        b = self._evaluate(bias, normalize, self.num_visible(hidden))
+        if not normalize:
+            return (logits + b).sigmoid().masked_fill(hidden, 0).to(self.dtype)
+        # log σ(x) = -softplus(-x). A finite number hides keys: in a row of infinite ones NaN would come up on the way
+        negative = (-b - logits).masked_fill_(hidden, _HIDDEN)
+        weights = F.softplus(negative, threshold=40).neg_().softmax(-1)
+        return weights.masked_fill(hidden.all(-1, keepdim=True), 0).to(self.dtype)
 
-    def _evaluate(self, bias: AttentionBias | None, normalize: bool) -> float | Tensor:
-        bias = _DEFAULT if bias is None else bias
-        shape, count = self.logits.shape, self.num_visible
+    def _evaluate(self, bias: AttentionBias | None, normalize: bool, count: Tensor) -> float | Tensor:
+        bias, shape = _DEFAULT if bias is None else bias, self.logits.shape
         rows = shape[-2] if len(shape) > 1 else 1
         try:
             b = bias(rows, shape[-1], device=count.device, visible=count if bias.needs_visible else None)
