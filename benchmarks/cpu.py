@@ -63,6 +63,7 @@ class CpuBenchmark:
         rounds: how often each implementation is timed (a third as often beyond 4096 tokens).
         compiled: also time the compiled plain formula.
         backends: also time these backends of sigattn, "blocked" and "llvm", besides its default.
+        matmul: also time torch.matmul, slow for bfloat16 on a processor without instructions for it.
         memory: also measure peak memory, at 4096 tokens and, with one head, 65,536.
         isa: "avx2" or "avx512" (without BF16 and AMX): hold PyTorch, oneDNN, MKL and our kernels to these
             instructions, in a process of its own; None for all that the processor has.
@@ -78,6 +79,7 @@ class CpuBenchmark:
     rounds: int = 9
     compiled: bool = True
     backends: tuple[str, ...] = ()
+    matmul: bool = True
     memory: bool = True
     isa: str | None = None
     max_naive_gib: float = 3.0
@@ -152,9 +154,10 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
         calls, errors[name] = baselines.checked_passes(implementation, inputs)
         for direction in passes:
             passes[direction][name] = calls[direction]
-    matrices = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE).to(DTYPES[dtype])
-    for calls in passes.values():
-        calls[_MATMUL] = lambda: matrices[0] @ matrices[1]
+    if config.matmul:
+        matrices = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE).to(DTYPES[dtype])
+        for calls in passes.values():
+            calls[_MATMUL] = lambda: matrices[0] @ matrices[1]
     rounds = config.rounds if n <= 4096 else max(3, config.rounds // 3)
     one_product = config.num_heads * n * n * config.head_dim / _MATMUL_SIZE**3 / (2 if causal else 1)
     return [
@@ -168,7 +171,7 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
             "softmax_time_over_this": ratios[SDPA],
             "naive_time_over_this": ratios.get(NAIVE),
             "compiled_time_over_this": ratios.get(COMPILED_NAIVE),
-            "of_matmul": _PRODUCTS[direction] * one_product * ratios[_MATMUL],
+            "of_matmul": _PRODUCTS[direction] * one_product * ratios[_MATMUL] if config.matmul else None,
             "relative_error": errors[name][direction != FORWARD],
         }
         for direction, calls in passes.items()
