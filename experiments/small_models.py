@@ -323,13 +323,18 @@ def _result(data: list[Row], columns: dict[str, dict[str, str]], tasks: dict[str
 
 
 def _draw(data: Sequence[Row], variants: Sequence[str], tasks: dict[str, SmallTask]) -> Figure:
-    """Plot the value of each seed, in a panel for each task."""
+    """Plot the value of each seed, of those that judge if a variant has any, in a panel for each task."""
+    judging = [row for row in data if row.get("use") == JUDGING]
     columns = min(len(tasks), 3)
     labels = {variant: textwrap.fill(variant, 24) for variant in variants}
     height = 1.2 + 0.2 * sum(label.count("\n") + 1 for label in labels.values())
     figure, axes = drawing.axes_grid(columns, math.ceil(len(tasks) / columns), width=3.4, height=height)
     for i, (axis, (name, task)) in enumerate(zip(axes, tasks.items(), strict=False)):
-        values = {variant: select(data, "value", task=name, variant=variant) for variant in variants}
+        values = {
+            variant: select(judging, "value", task=name, variant=variant)
+            or select(data, "value", task=name, variant=variant)
+            for variant in variants
+        }
         drawing.plot_seeds(axis, {labels[variant]: of_variant or [math.nan] for variant, of_variant in values.items()})
         axis.set_title(textwrap.fill(name, 24), fontsize=10)
         axis.set_xlabel(task.label)
