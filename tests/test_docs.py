@@ -113,7 +113,7 @@ def rows_of_the_readme():
             assert len(bits) == 5
             cells.append(f"{mean(bits):.3f} ± {stdev(bits):.3f}")
         yield row, cells
-    both = {"zen5": [("float32", False), ("bfloat16", False)], "zen3": [("float32", False), ("float32", True)]}
+    both = {"zen5": [("float32", False), ("bfloat16", False)], "zen1": [("float32", False), ("float32", True)]}
     for processor, options in both.items():
         files = (ROOT / "benchmarks/results").glob(f"cpu-{processor}-[123].json")
         speeds = [row for file in files for row in json.loads(file.read_text())["rows"]]

@@ -28,7 +28,7 @@ SHORT = {**ONCE, "lengths": (16,), "dtype": "float32"}
 CPU = {"lengths": (16,), "num_heads": 2, "threads": 1, "rounds": 1}
 STEPS = {**CPU, "embed_dim": 16, "num_layers": 1, "tokens": 32}
 TINY = {
-    "cpu": {**CPU, "dtypes": ("bfloat16",), "memory": False, "backends": ("blocked",)},
+    "cpu": {**CPU, "dtypes": ("float32",), "memory": False, "backends": ("blocked",)},
     "decode": {
         **ONCE, "context_lengths": (64, 128), "batch_sizes": (2,), "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "dtypes": ("float32", "bfloat16"), "prompt_lengths": (16,), "threads": 1,

@@ -253,7 +253,7 @@ def test_the_runtime_of_other_systems(platform, library, monkeypatch):
     monkeypatch.setattr(calls.sys, "platform", platform)
     monkeypatch.setattr(calls.ctypes, "CDLL", load)
     function = calls.parallel.__wrapped__()
-    monkeypatch.setattr(llvm, "parallel", lambda: function)
+    monkeypatch.setattr(calls, "parallel", lambda: function)
     reason = llvm._machine_unavailable.__wrapped__()
     if platform == "win32":
         assert "it needs GOMP_parallel" in reason

@@ -34,6 +34,7 @@ MODELS: dict[str, type[ModelConfig]] = {
 }
 """Configurations of the models that ``save`` and ``load`` support, by name; a model of one's own is added to it."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_SAFETENSORS = "safetensors", "files of models", "'sigattn[train]'"  # package, its use, and what installs it
 
 
 class ModelError(UserError):
@@ -58,7 +59,7 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     name = next((name for name, kind in MODELS.items() if type(config) is kind), None)
     if name is None:
         raise TypeError(f"save needs a configuration that is in sigattn.models.MODELS, got {type(model).__name__}")
-    _require_safetensors()
+    require(*_SAFETENSORS)
     folder = Path(folder)
     if folder.is_file():
         raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, not a file", str(folder))
@@ -68,10 +69,6 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     _write_tensors(tensors, folder / WEIGHTS)
     files.write_text(folder / CONFIG, json.dumps(description, indent=2) + "\n")
     files.write_checksums(folder, {name: files.file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
-
-
-def _require_safetensors() -> None:
-    require("safetensors", "files of models", "'sigattn[train]'")
 
 
 @contextmanager
@@ -108,7 +105,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
 
     Raises ModelError if the folder does not contain a model of this version, or a file has changed since it was saved.
     """
-    _require_safetensors()
+    require(*_SAFETENSORS)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

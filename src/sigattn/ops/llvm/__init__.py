@@ -7,15 +7,8 @@ import sys
 import torch
 
 from sigattn.ops import packed
-from sigattn.ops.llvm.calls import (
-    NO_GRADIENT_OF_MASK,
-    attend,
-    backward,
-    differentiate,
-    forward,
-    parallel,
-    saved_weights,
-)
+from sigattn.ops.llvm import calls
+from sigattn.ops.llvm.calls import backward, forward, saved_weights
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 __all__ = [
@@ -42,9 +35,9 @@ _FAST = {
 }
 
 
-varlen_forward = functools.partial(packed.varlen_forward, attend)
-varlen_backward = functools.partial(packed.varlen_backward, differentiate)
-kvcache_forward = functools.partial(packed.kvcache_forward, attend, None)
+varlen_forward = functools.partial(packed.varlen_forward, calls.attend)
+varlen_backward = functools.partial(packed.varlen_backward, calls.differentiate)
+kvcache_forward = functools.partial(packed.kvcache_forward, calls.attend, None)
 
 
 def can_be_default(problem: Problem | VarlenProblem | KVCacheProblem) -> bool:
@@ -76,7 +69,7 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
     if p.attn_mask is not None and p.attn_mask.requires_grad:
-        return NO_GRADIENT_OF_MASK
+        return calls.NO_GRADIENT_OF_MASK
     blocks = p.mask_table if isinstance(p, Problem) else None
     if blocks is None and not p.softcap:
         return None
@@ -111,4 +104,4 @@ def _machine_unavailable() -> str | None:
 
     if host_processor() is None:
         return "it needs AVX2 and FMA, or a 64-bit ARM processor"
-    return None if parallel() is not None else "it needs GOMP_parallel, which PyTorch's runtime of OpenMP lacks here"
+    return "it needs GOMP_parallel, which PyTorch's OpenMP lacks here" if calls.parallel() is None else None
