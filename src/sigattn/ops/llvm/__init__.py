@@ -7,6 +7,7 @@ import sys
 import torch
 
 from sigattn.ops import packed
+from sigattn.ops.gradients import Result
 from sigattn.ops.llvm import calls
 from sigattn.ops.llvm.calls import backward, forward, saved_weights
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
@@ -35,9 +36,13 @@ _FAST = {
 }
 
 
-varlen_forward = functools.partial(packed.varlen_forward, calls.attend)
+def _attend(problem: Problem, result: Result) -> None:
+    forward(problem, None, result)
+
+
+varlen_forward = functools.partial(packed.varlen_forward, _attend)
 varlen_backward = functools.partial(packed.varlen_backward, calls.differentiate)
-kvcache_forward = functools.partial(packed.kvcache_forward, calls.attend, None)
+kvcache_forward = functools.partial(packed.kvcache_forward, _attend, None)
 
 
 def can_be_default(problem: Problem | VarlenProblem | KVCacheProblem) -> bool:

@@ -31,7 +31,6 @@ _ONE_ALLOCATION = 4 << 20
 _BIAS_VALUE: int = KernelArguments.bias_value.offset
 _M: int = KernelArguments.m.offset
 _ZERO: int = KernelArguments.zero.offset
-_HAS_SMALL_SUM: int = KernelArguments.has_small_sum.offset
 
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
@@ -55,28 +54,23 @@ def saved_weights(p: Problem) -> Saved | None:
     return (batch, heads, n, columns), p.query.dtype
 
 
-def forward(problem: Problem, saved: Saved | None) -> Result:
-    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs."""
-    result = new_result(problem.query, problem.value.shape[3], problem.normalize, saved)
-    attend(problem, result)
-    return result
+def forward(
+    p: Problem, saved: Saved | None, result: Result | None = None, small_sum: ctypes.c_float | None = None
+) -> Result:
+    """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``).
 
-
-def attend(problem: Problem, result: Result) -> None:
-    """Write the output, and unless they are empty the weights and the sums of the rows."""
-    if problem.normalize:
-        normalization.compute(problem, result.row_sums, functools.partial(_attend, result=result))
-    else:
-        _attend(problem, result)
-
-
-def _attend(p: Problem, result: Result) -> bool:
-    """Write the result; return True if a row's sum is below ``SMALLEST_SUM``."""
+    With ``small_sum`` no row is lifted, and it becomes 1 if a row's sum is below ``SMALLEST_SUM``.
+    """
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
+    if result is None:
+        result = new_result(p.query, dv, p.normalize, saved)
     if not result.out.numel() or not m:
         result.out.zero_()
         result.row_sums.zero_()
-        return False
+        return result
+    if p.normalize and small_sum is None:
+        normalization.compute(p, result.row_sums, functools.partial(_has_small_sum, result=result))
+        return result
     out, weights, row_sums = result
     call = _Call(p, kernels(p.query.dtype))
     call.set_operands(query=p.query, key=p.key, value=p.value)
@@ -85,9 +79,9 @@ def _attend(p: Problem, result: Result) -> bool:
     if weights.numel():
         call.args.saves, call.args.weights = 1, weights.data_ptr()
     sums = row_sums.contiguous()  # those of a packed sequence are not
-    if p.normalize:
+    if small_sum is not None:
         call.args.normalizes, call.args.weight_sums = 1, sums.data_ptr()
-        call.args.small_sum = ctypes.addressof(call.args) + _HAS_SMALL_SUM
+        call.args.small_sum = ctypes.addressof(small_sum)
     if not call.args.packs_keys:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
     call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
@@ -95,7 +89,14 @@ def _attend(p: Problem, result: Result) -> bool:
         out.copy_(target[..., :dv])
     if sums is not row_sums:
         row_sums.copy_(sums)
-    return bool(call.args.has_small_sum)
+    return result
+
+
+def _has_small_sum(p: Problem, result: Result) -> bool:
+    """Write the result without lifts; return True if a row's sum is below ``SMALLEST_SUM``."""
+    small_sum = ctypes.c_float()
+    forward(p, None, result, small_sum)
+    return bool(small_sum.value)
 
 
 def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
