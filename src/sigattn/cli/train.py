@@ -114,7 +114,7 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
 
 
 def train_demo(options: demo.DemoConfig) -> None:
-    """Compare softmax and sigmoid models in a report (2 to 4 minutes on 2 cores)."""
+    """Compare softmax and sigmoid models in a report (about 3 minutes on 2 cores)."""
     folder = options.run_folder
     if options.resume and not any(list_checkpoints(folder / name / "checkpoints") for name in demo.MODELS):
         print(f"nothing to resume in {folder}: starting")

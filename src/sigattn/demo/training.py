@@ -2,7 +2,7 @@
 
     sigattn demo                    (or: make demo)
 
-Hardware: 2 CPU cores. Time: 2 to 4 minutes. Expected: softmax and sigmoid with b = -log n end near each other, both
+Hardware: 2 CPU cores. Time: about 3 minutes. Expected: softmax and sigmoid with b = -log n end near each other, both
 below 2.2 bits per byte on held-out text; sigmoid with b = 0 starts with attention outputs about a hundred times as
 large and ends clearly worse (Sect. 5, "Mitigating Large Attention Norms", and App. E).
 """

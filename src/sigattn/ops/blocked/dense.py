@@ -54,12 +54,12 @@ def forward(problem: Problem, saved: Saved | None) -> Result:
 def attend(problem: Problem, result: Result) -> None:
     """Write the output, and unless they are empty the weights and the sums of the rows."""
     if problem.normalize:
-        normalization.compute(problem, result.row_sums, functools.partial(_attend_to_sum, result=result))
+        normalization.compute(problem, result.row_sums, functools.partial(_has_small_sum, result=result))
     else:
         _attend(problem, result)
 
 
-def _attend_to_sum(problem: Problem, result: Result) -> bool:
+def _has_small_sum(problem: Problem, result: Result) -> bool:
     """Write the result; return True if a row's sum is below ``SMALLEST_SUM``."""
     _attend(problem, result)
     sums, lifts = result.row_sums.unbind(-1)
