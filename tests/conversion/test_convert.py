@@ -50,7 +50,7 @@ def test_the_report_says_what_is_poor(tmp_path):
     assert "outputs of a.b differ from softmax's by 50% or more" in layer
     (loss,) = report_of(0.1, 1.2).warnings
     assert "The loss rose from 1 to 1.2: fine-tune" in loss
-    shown = str(report_of(0.3))
+    shown = repr(report_of(0.3))  # what a notebook shows, and print
     assert "a.b" in shown
     assert "-2.00 … -1.00  -0.50" in shown
     assert "30.00%" in shown

@@ -197,6 +197,8 @@ def test_options_of_calls_and_of_the_configuration():
     for options in ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"offload": True}):
         with pytest.raises(ValueError, match=r"use (use_reentrant|offload)=False"):
             wrapped.gradient_checkpointing_enable(**options)
+    with pytest.raises(ValueError, match="computes sigmoid attention by its own layers"):
+        wrapped.set_attn_implementation("sdpa")
     with torch.no_grad():
         wrapped.eval()(IDS, attention_mask=PADDED, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
     wrapped.config.output_hidden_states = True

@@ -134,7 +134,7 @@ class ConversionReport:
             )
         return sentences
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # also what a notebook shows
         listed = [s for s in self.softmax if s.outcome != "converted"] if self.layers else self.softmax
         lines = _aligned([(s.name or "(model)", s.kind, s.call, s.outcome) for s in listed], str.ljust)
         if not self.layers:

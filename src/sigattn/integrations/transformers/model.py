@@ -126,6 +126,13 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         self.gradient_checkpointing = self.model.checkpoint_activations = True
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError: the attention is that of the model's configuration."""
+        raise ValueError(
+            f"SigattnForCausalLM computes {self.model.config.activation} attention by its own layers, whatever "
+            "attn_implementation says: leave set_attn_implementation out"
+        )
+
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = self.model.checkpoint_activations = False
 
