@@ -24,7 +24,7 @@ from benchmarks.baselines import OURS, SDPA, compiled, error_line, reset_compile
 from benchmarks.inputs import DTYPES, check_not_empty
 from benchmarks.results_file import ResultsFile
 from benchmarks.tables import print_rows
-from benchmarks.timing import TimedBenchmark, time_calls
+from benchmarks.timing import TimedBenchmark, time_calls, time_graphs
 from sigattn import validation
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
@@ -38,6 +38,7 @@ _COLUMNS = {
     "layout": ("layout", ""),
     "": ("implementation", ""),
     "ms": ("median_ms", ".3f"),
+    "as graph": ("graph_ms", ".3f"),
     "GB/s": ("gigabytes_per_second", ".1f"),
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× copy": ("copy_time_over_this", ".2f"),
@@ -179,6 +180,7 @@ def measure(
         moved = key.nbytes + value.nbytes  # a copy of the keys reads and writes as many bytes
         with torch.no_grad():
             timings = time_calls(calls, config.rounds, config.round_seconds)
+            graphs = time_graphs(calls, config.rounds, config.round_seconds)
         rows += [
             {
                 "context_length": context_length,
@@ -187,6 +189,7 @@ def measure(
                 "layout": layout,
                 "implementation": name,
                 "median_ms": seconds * 1e3,
+                "graph_ms": graphs[name].seconds * 1e3 if name in graphs else None,
                 "gigabytes_per_second": moved / seconds / 1e9,
                 "softmax_time_over_this": ratios.get(SDPA),
                 "copy_time_over_this": ratios["copy"],
@@ -200,7 +203,7 @@ def measure(
 def measure_generation(config: DecodeBenchmark, prompt_length: int, device: torch.device) -> list[dict[str, Any]]:
     """Measure the tokens per second of a language model after a prompt (8 layers, width 512, 8 heads, 2 key heads)."""
     calls: dict[str, Callable[[], object]] = {}
-    for activation in ("sigmoid", "softmax"):
+    for name in ("sigmoid", "sigmoid, normalize", "softmax"):
         torch.manual_seed(0)
         model = LanguageModel(
             LanguageModelConfig(
@@ -211,21 +214,22 @@ def measure_generation(config: DecodeBenchmark, prompt_length: int, device: torc
                 max_seq_len=prompt_length + 2048,
                 position="rope",
                 norm_placement="hybrid",
-                activation="sigmoid" if activation == "sigmoid" else "softmax",
+                activation="softmax" if name == "softmax" else "sigmoid",
+                normalize=name == "sigmoid, normalize",
             )
         ).to(device)
         with torch.no_grad():
             cache, tokens = model.new_kv_cache(), torch.randint(256, (1, prompt_length), device=device)
             model.eval()(tokens, cache)
-        calls[activation] = functools.partial(_next_token, model, cache, tokens[:, -1:])
+        calls[name] = functools.partial(_next_token, model, cache, tokens[:, -1:])
     return [
         {
             "prompt_length": prompt_length,
-            "activation": activation,
+            "activation": name,
             "tokens_per_second": 1 / seconds,
             "softmax_time_over_this": ratios["softmax"],
         }
-        for activation, seconds, ratios in time_calls(calls, config.rounds, config.round_seconds)
+        for name, seconds, ratios in time_calls(calls, config.rounds, config.round_seconds)
     ]
 
 

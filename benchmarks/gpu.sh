@@ -34,10 +34,10 @@ export out python workers
 step machine 30 "$python" -c "import torch, triton; print(torch.__version__, triton.__version__); torch.cuda.is_available() and print(torch.cuda.get_device_name())"
 step check 100 bash -c 'for part in $(seq 0 $((workers - 1))); do check "$part" & done; wait; grep -c "\"ok\": true" "$out/check.jsonl"; grep "\"ok\": false" "$out/check.jsonl"'
 step time 100 "$python" -m benchmarks.on_gpu time "$out/time.jsonl" 90
-step options 50 "$python" -m benchmarks.on_gpu options "$out/options.jsonl" 45
+step options 60 "$python" -m benchmarks.on_gpu options "$out/options.jsonl" 55
 step overhead 40 "$python" -m benchmarks overhead --results "$out/overhead.json"
 if [ "${TRITON_INTERPRET:-0}" = 0 ]; then
-    step decode 50 "$python" -m benchmarks decode --results "$out/decode.json"
-    step tune 120 "$python" -m benchmarks tune --lengths 4096 --results "$out/tune"
+    step decode 50 "$python" -m benchmarks decode --no-flex --context-lengths 4096 65536 --batch-sizes 1 32 --results "$out/decode.json"
     step sweep 150 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_correctness.py tests/ops/test_hopper.py tests/test_flash.py tests/test_flash_kvcache.py -k "(triton or hopper) and not (simulat or small)" $("$python" -c "import xdist" 2>/dev/null && echo "-n $workers")
+    step tune 120 "$python" -m benchmarks tune --lengths 4096 --results "$out/tune"
 fi

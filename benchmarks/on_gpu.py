@@ -36,6 +36,9 @@ OPTIONS = (
     "plain", "causal", "bool mask", "float mask", "padding", "lengths", "alibi causal", "window", "softcap",
     "bias of heads", "low bias of heads", "gqa causal", "cross", "packed causal", "fast",
 )  # fmt: skip
+TIMED_OPTIONS = (
+    "bool mask", "float mask", "float32", "dropout", "softcap", "padding", "TF32", "alibi causal", "window", "lengths",
+)  # fmt: skip
 SIZES = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 80), ("float16", 64), ("float16", 128), ("float32", 64))
 CASES = [
     (option, dtype, d, normalize)
@@ -69,6 +72,7 @@ def arguments_of(option: str, shape: tuple[int, int, int, int], dtype: torch.dty
         "alibi causal": lambda: {"alibi_slopes": (2.0 ** -torch.linspace(1, 8, h)).to(device), "is_causal": True},
         "window": lambda: {"window": (n // 4, 0)},
         "softcap": lambda: {"softcap": 20.0},
+        "dropout": lambda: {"dropout_p": 0.1},
         "bias of heads": lambda: {"bias": torch.linspace(-7, -3, h).view(1, h, 1, 1).to(device)},
         "low bias of heads": lambda: {"bias": torch.linspace(-90, -5, h).view(1, h, 1, 1).to(device)},
         "gqa causal": lambda: {"is_causal": True, "enable_gqa": True},
@@ -221,19 +225,21 @@ def plain_times() -> Iterator[tuple[dict[str, Any], Case]]:
 
 
 def option_times() -> Iterator[tuple[dict[str, Any], Case]]:
-    """Yield options, and their calls and sizes; SDPA has the same mask."""
+    """Yield options, and their calls and sizes; SDPA has the same mask, dropout and precision."""
     n = 4096 if not TINY else 40
-    for option in ("padding", "bool mask", "float mask", "float32", "alibi causal", "window", "softcap", "lengths"):
+    for option in TIMED_OPTIONS:
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if option == "TF32" else "ieee"
+        dtype = torch.float32 if option in ("float32", "TF32") else torch.bfloat16
         for d in (64, 128) if not TINY else (16,):
-            shape = (2 if option == "float32" else 4, 2048 // d, n, d) if not TINY else (1, 1, n, d)
-            dtype = torch.float32 if option == "float32" else torch.bfloat16
+            shape = (2 if dtype is torch.float32 else 4, 2048 // d, n, d) if not TINY else (1, 1, n, d)
             arguments = arguments_of(option, (shape[0], shape[1], n, n), dtype)
             calls = {"sigmoid": ours(**arguments), "plain": ours()}
-            if set(arguments) <= {"attn_mask"}:
+            if set(arguments) <= {"attn_mask", "dropout_p"}:
                 calls["SDPA"] = softmax(None, **arguments)
-            if option == "float32":
+            if dtype is torch.float32:
                 calls["formula"] = lambda q, k, v: naive_sigmoid(q, k, v, Options(-math.log(k.shape[-2])))
             yield {"option": option, "head_dim": d}, (calls, shape, dtype)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def write(file: TextIO, row: dict[str, Any]) -> None:
