@@ -30,7 +30,7 @@ SUMMARIES = {
     "sigma-accuracy": "Language models were trained with a σ of limited accuracy, such as that of a GPU's tanh",
     "bias-rules": "Language models with a fixed bias, and with one that follows the visible keys, read longer texts",
     "causal-bias": "A GPT-2, a Llama and a model with ALiBi were trained with softmax, sigmoid and normalized sigmoid",
-    "causal-bias-larger": "A larger GPT-2, and one for 10,000 steps, were trained with softmax and normalized sigmoid",
+    "causal-bias-larger": "Larger GPT-2s, and one for longer, were trained with softmax, plain and normalized sigmoid",
     "conversion": "Softmax models were converted to sigmoid attention and trained further",
     "dropped-keys": "Attention was computed without the keys that contribute least",
     "embeddings": "A sentence encoder was converted to sigmoid attention, without training",
