@@ -5,8 +5,9 @@
 
 The paper's advice was found with models of 10⁸ to 10⁹ parameters. ``small-models`` trains every candidate on every task
 with two seeds, and chooses the one that is least behind softmax on its worst task, on one half of the held-out samples.
-It is then trained with the other seeds and judged on the other half, as is the paper's advice. Result: a bias that is a
-function of the query.
+It is then trained with the other seeds and judged on the other half, as are the paper's advice and sigmoid attention
+with ``normalize``, which is no candidate, and is compared with softmax seed by seed. Result: a bias that is a function
+of the query.
 
 ``small-models-transfer`` compares that bias, as ``recommend(small=True)`` has it, with softmax on further tasks. In
 language, where positions are ALiBi's, it starts at -log of the sum of ALiBi's weights of the visible keys. Some tasks
@@ -63,6 +64,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "sigmoid, hybrid-norm, b of the query learned": {**PER_QUERY, **HYBRID},
     "sigmoid, b = c + a log n and t learned": {**PER_HEAD, "temperature": 1.0},
 }
+NORMALIZED: dict[str, dict[str, Any]] = {"normalized, -log n - 6": {"normalize": True}}
+SOFTMAX_OF_NORMALIZED = "softmax, device of normalized"  # stored runs, where the others are of another device
+SOFTMAXES = SOFTMAX, SOFTMAX_OF_NORMALIZED
 CHOOSING, JUDGING = "choosing", "judging"
 MOST_TO_CHOOSE = 2  # seeds
 
@@ -110,9 +114,11 @@ class SmallTask:
         """Return the recipe for a scale."""
         return sweep.shortened(self.base, setting.steps(4, self.steps), setting.scaled(4, self.batch_size, None))
 
-    def judge(self, claim: str, variant: str, softmax: Sequence[float], sigmoid: Sequence[float]) -> Finding:
+    def judge(
+        self, claim: str, variant: str, softmax: Sequence[float], sigmoid: Sequence[float], *, paired: bool = False
+    ) -> Finding:
         """Return the finding that sigmoid attention is at least level with softmax, by the metrics of their seeds."""
-        behind = intervals.welch(softmax, sigmoid)
+        behind = (intervals.paired if paired else intervals.welch)(softmax, sigmoid)
         behind = behind if self.sign > 0 else -behind
         learned = statistics.mean(softmax) < self.learned
         return Finding(
@@ -145,7 +151,9 @@ NEW_TASKS = {
 
 
 def search(setting: Setting) -> Result:
-    """Train all candidates with few seeds, choose one, and train it, the paper's advice and softmax with the others.
+    """Train every variant with few seeds, choose one, and train it, the paper's advice and softmax with the others.
+
+    ``NORMALIZED`` is trained with all seeds.
 
     Raises:
         ExperimentError: at the paper's scale, or with one seed.
@@ -156,10 +164,11 @@ def search(setting: Setting) -> Result:
     tasks = {name: task for name, task in TASKS.items() if name != "speech" or setting.speech is not None}
     candidates = dict(list(CANDIDATES.items())[: setting.scaled(2, None, None)])
     first = min(MOST_TO_CHOOSE, setting.seeds - 1)
-    data = [row for name in tasks for row in _train_candidates(setting, name, candidates, range(first))]
+    variants = candidates | NORMALIZED
+    data = [row for name in tasks for row in _train_candidates(setting, name, variants, range(first))]
     chosen = choose(data)
     setting.log(f"chosen: {chosen}")
-    finalists = {name: candidates[name] for name in dict.fromkeys((ADVICE, chosen))}
+    finalists = {name: variants[name] for name in dict.fromkeys((ADVICE, chosen, *NORMALIZED))}
     others = range(first, setting.seeds)
     data += [row for name in tasks for row in _train_candidates(setting, name, finalists, others)]
     columns = {
@@ -209,21 +218,22 @@ def choose(data: Sequence[Row]) -> str:
         return TASKS[task].sign * (sigmoid - softmax) / TASKS[task].tolerance
 
     tasks, variants = (list(dict.fromkeys(row[key] for row in data)) for key in ("task", "variant"))
-    return min((v for v in variants if v != SOFTMAX), key=lambda name: max(behind(task, name) for task in tasks))
+    return min((v for v in variants if v in CANDIDATES), key=lambda name: max(behind(task, name) for task in tasks))
 
 
 def judge_search(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare the chosen candidate and the paper's advice with softmax, on each task."""
+    """Compare the paper's advice, the chosen candidate and normalized sigmoid with softmax, on each task."""
+    findings, tasks = [], list(dict.fromkeys(row["task"] for row in data))
     texts = {ADVICE: "The paper's advice", choose(data): "The chosen recipe"}  # one text, if they are the same
-    return [
-        TASKS[task].judge(
-            f"{text} is at least level with softmax: {task}.",
-            name,
-            *(select(data, "value", task=task, variant=n, use=JUDGING) for n in (SOFTMAX, name)),
-        )
-        for name, text in texts.items()
-        for task in dict.fromkeys(row["task"] for row in data)
-    ]
+    for variant, text in (texts | dict.fromkeys(NORMALIZED, "Normalized sigmoid")).items():
+        for name in tasks:
+            of = {v: select(data, "value", task=name, variant=v, use=JUDGING) for v in (*SOFTMAXES, variant)}
+            if of[variant]:
+                paired = variant in NORMALIZED
+                softmax = (paired and of[SOFTMAX_OF_NORMALIZED]) or of[SOFTMAX]
+                claim = f"{text} is at least level with softmax: {name}."
+                findings.append(TASKS[name].judge(claim, variant, softmax, of[variant], paired=paired))
+    return findings
 
 
 def measure_new_tasks(setting: Setting) -> Result:

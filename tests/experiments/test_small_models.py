@@ -7,10 +7,13 @@ from experiments.small_models import (
     CANDIDATES,
     CHOOSING,
     JUDGING,
+    NORMALIZED,
     PER_QUERY,
     SOFTMAX,
+    SOFTMAX_OF_NORMALIZED,
     TASKS,
     choose,
+    judge_search,
 )
 from sigattn.nn import recommend
 from sigattn.recipes import find_recipe
@@ -35,6 +38,23 @@ def test_the_worst_task_decides_in_units_of_its_tolerance():
     assert choose(better + judged) == OTHER
     worse = candidates(CHOOSING, language=(2.0, 2.01, 1.90), vision=(0.9, 0.9, 0.86))
     assert choose(worse + judged) == ADVICE
+
+
+def test_normalized_attention_is_not_chosen_and_is_paired_with_softmax_of_its_device():
+    """Its seeds differ by more than the tolerance, its pairs by 0.001 bits; vision is not trained with it."""
+    (normalized,) = NORMALIZED
+
+    def rows_of(variant, use, *values):
+        about = {"task": "language", "variant": variant, "use": use}
+        return [{**about, "seed": seed, "value": value} for seed, value in enumerate(values)]
+
+    values = {"language": (2.0, 2.0, 2.1), "vision": (0.9, 0.9, 0.9)}
+    rows = candidates(CHOOSING, **values) + candidates(JUDGING, **values)
+    rows += rows_of(normalized, CHOOSING, 1.0) + rows_of(normalized, JUDGING, 1.901, 2.001, 2.101)
+    assert choose(rows) == ADVICE
+    assert [f.verdict for f in judge_search(rows, "small")] == ["agrees", "agrees", "not shown"]
+    rows += rows_of(SOFTMAX_OF_NORMALIZED, JUDGING, 1.9, 2.0, 2.1)
+    assert [f.verdict for f in judge_search(rows, "small")] == ["agrees"] * 3
 
 
 @pytest.mark.parametrize("domain", ["vision", "speech", "language"])
