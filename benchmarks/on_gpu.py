@@ -39,13 +39,16 @@ OPTIONS = (
 TIMED_OPTIONS = (
     "bool mask", "float mask", "float32", "dropout", "softcap", "padding", "TF32", "alibi causal", "window", "lengths",
 )  # fmt: skip
-SIZES = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 80), ("float16", 64), ("float16", 128), ("float32", 64))
+SIZES = (
+    ("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 80), ("float16", 64), ("float16", 128), ("float32", 64),
+    ("TF32", 64),
+)  # fmt: skip
 CASES = [
     (option, dtype, d, normalize)
     for option in OPTIONS
     for dtype, d in SIZES
     for normalize in (False, True)
-    if not (option == "fast" and (normalize or dtype == "float32"))
+    if not (option == "fast" and (normalize or dtype in ("float32", "TF32")))
 ]
 
 
@@ -55,6 +58,17 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (
         torch.randn(b, n, h, d, generator=torch.Generator().manual_seed(seed)).to(gpu.device(), dtype).transpose(1, 2)
     )
+
+
+@contextlib.contextmanager
+def tf32(is_allowed: bool) -> Iterator[None]:
+    """Let PyTorch compute products of float32 in TF32, or not."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if is_allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def arguments_of(option: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Any]:
@@ -100,8 +114,11 @@ def results_of(tensors: list[Tensor], option: str, backend: str, **arguments: An
 
 
 def check(option: str, dtype_name: str, d: int, normalize: bool) -> dict[str, Any]:
-    """Compare a call with float64: its error may be twice that of the formula in the same dtype, plus rounding."""
-    dtype = DTYPES[dtype_name]
+    """Compare a call with float64: its error may be twice that of the formula in the same dtype, plus rounding.
+
+    dtype_name: also "TF32", float32 where PyTorch may compute products in TF32.
+    """
+    dtype = torch.float32 if dtype_name == "TF32" else DTYPES[dtype_name]
     b, h, n = (2, 4, 1096) if not TINY else (2, 2, 40)
     m = 2 * n + 1 if option == "cross" else n
     kv_heads = h // 2 if option == "gqa causal" else h
@@ -228,7 +245,6 @@ def option_times() -> Iterator[tuple[dict[str, Any], Case]]:
     """Yield options, and their calls and sizes; SDPA has the same mask, dropout and precision."""
     n = 4096 if not TINY else 40
     for option in TIMED_OPTIONS:
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if option == "TF32" else "ieee"
         dtype = torch.float32 if option in ("float32", "TF32") else torch.bfloat16
         for d in (64, 128) if not TINY else (16,):
             shape = (2 if dtype is torch.float32 else 4, 2048 // d, n, d) if not TINY else (1, 1, n, d)
@@ -239,7 +255,6 @@ def option_times() -> Iterator[tuple[dict[str, Any], Case]]:
             if dtype is torch.float32:
                 calls["formula"] = lambda q, k, v: naive_sigmoid(q, k, v, Options(-math.log(k.shape[-2])))
             yield {"option": option, "head_dim": d}, (calls, shape, dtype)
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def write(file: TextIO, row: dict[str, Any]) -> None:
@@ -256,7 +271,8 @@ def main(mode: str, path: str, *numbers: str) -> None:
             part, parts = map(int, numbers)
             for case in CASES[part::parts]:
                 try:
-                    row = check(*case)
+                    with tf32(case[1] == "TF32"):
+                        row = check(*case)
                 except Exception as error:  # go on with the next case
                     row = {"ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
                 write(file, {"case": case, **row})
@@ -266,8 +282,9 @@ def main(mode: str, path: str, *numbers: str) -> None:
             if time.monotonic() > end:
                 write(file, {**about, "failed": "no time left"})
                 continue
-            for row in timed(*settings):
-                write(file, {**about, **row})
+            with tf32(about.get("option") == "TF32"):
+                for row in timed(*settings):
+                    write(file, {**about, **row})
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class Call:
             if "fast" in self.options and self.kind == "dense":  # the others have an argument
                 stack.callback(sigattn.set_sigmoid_precision, sigattn.get_sigmoid_precision())
                 sigattn.set_sigmoid_precision("fast")
+            if "TF32" in self.options:
+                setting = torch.backends.cuda.matmul
+                stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+                setting.fp32_precision = "tf32"
             return {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
 
     def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
@@ -74,6 +78,7 @@ DENSE: dict[str, Callable[[Call], dict[str, Any]]] = {
     "GQA": lambda c: {"enable_gqa": True},
     "scale": lambda c: {"scale": 0.3},
     "fast": lambda c: {},
+    "TF32": lambda c: {},
     "deterministic": lambda c: {},
 }
 

@@ -52,12 +52,12 @@ def test_missing_triton_and_old_gpus(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
 @pytest.mark.usefixtures("unchecked")
 def test_tf32_follows_the_settings_of_pytorch(monkeypatch):
-    """On NVIDIA's GPUs only: for most of AMD's, Triton compiles no product in TF32."""
-    on_gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
+    on_gpu = types.SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
     try:
-        for precision, hip, expected in (("high", None, "tf32"), ("high", "7.0", "ieee"), ("highest", None, "ieee")):
+        cases = ("high", 80, "bf16x3"), ("high", 75, "ieee"), ("high", 0, "ieee"), ("highest", 90, "ieee")
+        for precision, architecture, expected in cases:
             torch.set_float32_matmul_precision(precision)
-            monkeypatch.setattr(torch.version, "hip", hip)
+            monkeypatch.setattr(kernel_args, "architecture", lambda _, found=architecture: found)
             assert kernel_args.precision(on_gpu) == expected
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -159,6 +159,8 @@ CHOSEN = [  # by the options of a call, and the compile-time options of its kern
     (90, Call(dtype=torch.float32), {"PRECISION": {"tf32x3"}}),
     (90, Call(("bool mask",), **WIDE), {"PRECISION": {"tf32x3"}}),  # tiles with a mask would not fit
     (90, Call(("normalize",), **WIDE), {"PRECISION": {"tf32x3"}}),
+    (80, Call(("TF32",), dtype=torch.float32), {"PRECISION": {"bf16x3"}}),
+    (90, Call(("TF32", "bool mask"), **WIDE), {"PRECISION": {"bf16x3"}}),
     (90, Call(("dropout",)), {"SIGMOID": {"rcp"}}),
     (90, Call(("mask",)), {"SIGMOID": {"rcp"}, "TMA": {True}}),
     (90, Call(("mask", "causal")), {"SIGMOID": {"paired"}, "TMA": {False}}),

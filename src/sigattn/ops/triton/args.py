@@ -98,7 +98,8 @@ class Options(NamedTuple):
     MASK_ORDER: str = "queries, keys"  # of memory: also "keys, queries", or "keys" if all queries have the same entries
     SHIFT: str = "none"  # origin of the exponent of float16 weights, or as BIAS
     SIGMOID: str = "accurate"  # form of σ (activation.py)
-    PRECISION: str = "ieee"  # of float32 products: also "tf32", or as accurate by several products "tf32x3", "bf16x6"
+    # of float32 products: also, by several products, "tf32x3", "bf16x6", and "bf16x3" if TF32 is allowed
+    PRECISION: str = "ieee"
     SLOPES: bool = False  # ALiBi
     DROPOUT: bool = False
     SOFTCAP: str = "none"  # accuracy of tanh: "relative", or "absolute" where that is enough (activation.py)

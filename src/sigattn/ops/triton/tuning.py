@@ -148,16 +148,11 @@ _FLOAT32 = _table("""
 
 # float32 on Hopper, by three products in TF32 (at most 128 features; D = 64 measured on an H100, 2026-11-27, n = 4,096:
 # 5.6 ms forward, 21.5 backward, before 25.9 and 121; the rest by the compiler's reports: no spills in the loops, which
-# at D = 128 takes tiles too small for wgmma in the backward pass), and in TF32.
+# at D = 128 takes tiles too small for wgmma in the backward pass).
 _HOPPER_TF32X3 = _table("""
     fwd  128x64/8/2  128x64/8/2  128x64/8/2       128x32/8/2      32x16/8/1
     dkdv 64x128/8/1  64x128/8/1  64x128/8/1+split 32x32/8/1+split 16x16/8/1
     dq   128x64/8/1  128x64/8/1  128x64/8/1       32x32/8/1       16x16/4/1
-""")
-_HOPPER_TF32 = _table("""
-    fwd  128x64/8/2  128x64/8/2  128x64/8/2  128x64/8/1  32x16/8/1
-    dkdv 64x128/8/2  64x128/8/2  64x128/8/2  32x128/8/1  16x16/8/1
-    dq   128x64/8/2  128x64/8/2  128x64/8/2  128x32/8/1  16x16/4/1
 """)
 
 # float32 on Hopper, by six products in bfloat16, whose tiles wgmma reads in either order of memory: plain calls.
@@ -167,6 +162,14 @@ _HOPPER_BF16X6 = {
     (DKDV, 128): parse("32x128/8/1+split", "accurate"),
     (DQ, 128): parse("128x32/8/1", "accurate"),
 }
+
+# float32 on Hopper where PyTorch allows TF32, by three products in bfloat16: D = 64 and 128 right on an H200, not
+# timed; chosen by the compiler's reports, as few spills as possible (at D = 128 18 in dK and dV, causal, in the edges).
+_HOPPER_BF16X3 = _table("""
+    fwd  128x64/8/2  128x64/8/2  128x64/8/2  128x32/8/2        32x16/8/1
+    dkdv 64x128/8/1  64x128/8/1  64x128/8/1  32x128/8/1+split  16x16/8/1
+    dq   128x64/8/1  128x64/8/1  128x64/8/1  128x32/8/1        16x16/4/1
+""")
 
 # 16-bit dtypes on AMD's GPUs (64 KiB). Untested; conservative defaults.
 _AMD = _table("""
@@ -209,7 +212,7 @@ def kernel_config(
     if tma and (architecture, itemsize) == (90, 2) and key in _HOPPER_TMA:
         return _HOPPER_TMA[key]
     if itemsize == 4:
-        tables = {"tf32x3": _HOPPER_TF32X3, "bf16x6": _HOPPER_BF16X6, "tf32": _HOPPER_TF32}
+        tables = {"tf32x3": _HOPPER_TF32X3, "bf16x6": _HOPPER_BF16X6, "bf16x3": _HOPPER_BF16X3}
         table = tables.get(precision, _FLOAT32) if architecture == 90 else _FLOAT32
     else:
         table = {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _AMD}.get(architecture, _SMALL)
