@@ -4,7 +4,8 @@
 
 Hardware: 2 CPU cores. Time: about an hour. Expected: each pair within the noise of its seeds, or explained in
 docs/results.md. The speech rows need the Free Spoken Digit Dataset (a folder, or its .tar.gz) and are left out without
-it. Finished runs are not repeated, so that the command can be stopped and started again.
+it. Finished runs are not repeated, so that the command can be stopped and started again. ``--normalize`` compares
+sigmoid attention whose weights sum to one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from sigattn.train import metrics
 from sigattn.train.probe import extract_features, linear_probe
 from sigattn.validation import SettingsError, check_at_least
 
-ACTIVATIONS = ("softmax", "sigmoid")
 SOURCES = "the standard library's *.py files"
 
 
@@ -81,6 +81,7 @@ class ComparisonConfig:
         steps: steps of each run; None for the recipe's own.
         workers: number of parallel runs, with one thread each.
         only: restrict the table to rows whose title contains this text.
+        normalize: divide sigmoid's weights by the sum of each row.
     """
 
     folder: Path = Path("runs/compare")
@@ -89,6 +90,7 @@ class ComparisonConfig:
     steps: int | None = None
     workers: int = 2
     only: str = ""
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "seeds", "steps", "workers")
@@ -109,6 +111,7 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
 
     Writes table.md and results.json into ``config.folder``; ``show`` is called with one line per finished run.
     """
+    sigmoid = "normalized" if config.normalize else "sigmoid"
     rows: list[Row] = []
     fingerprints: dict[str, str] = {}
     for entry in config.entries:
@@ -117,11 +120,11 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
         setting = Setting(
             "small", config.seeds, config.folder / name, show, config.workers, data=data, speech=config.speech
         )
-        recipe = _recipe(entry, config.steps)
-        outcomes = sweep.train_variants(setting, {"softmax": recipe.softmax(), "sigmoid": recipe})
+        recipe = _recipe(entry, config)
+        outcomes = sweep.train_variants(setting, {"softmax": recipe.softmax(), sigmoid: recipe})
         fingerprints |= {SOURCES if source == str(data) else source: f for source, f in setting.fingerprints.items()}
         for i in range(config.seeds):
-            rows += [_result(entry, a, outcomes[a][i], recipe.training.batch_size) for a in ACTIVATIONS]
+            rows += [_result(entry, a, outcomes[a][i], recipe.training.batch_size) for a in ("softmax", sigmoid)]
     steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
     sources = "; ".join(f"{source} ({fingerprint})" for source, fingerprint in fingerprints.items())
     table = f"{comparison_table(rows)}\n{config.seeds} seeds, {steps}. Data: {sources}.\n"
@@ -130,8 +133,9 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
     return table
 
 
-def _recipe(entry: Entry, steps: int | None) -> Recipe:
-    recipe = find_recipe(entry.recipe).with_transformer(**entry.changes)
+def _recipe(entry: Entry, config: ComparisonConfig) -> Recipe:
+    recipe = find_recipe(entry.recipe).with_transformer(**entry.changes, normalize=config.normalize)
+    steps = config.steps
     return recipe if steps is None else recipe.with_training(max_steps=steps, warmup_steps=steps // 10)
 
 
@@ -212,15 +216,16 @@ def comparison_table(results: Sequence[Row]) -> str:
         return format(statistics.mean(r[key] for r in runs), digits)
 
     rows = []
+    activations = list(dict.fromkeys(r["activation"] for r in results))
     for title in dict.fromkeys(r["entry"] for r in results):
-        pair = [[r for r in results if (r["entry"], r["activation"]) == (title, a)] for a in ACTIVATIONS]
+        pair = [[r for r in results if (r["entry"], r["activation"]) == (title, a)] for a in activations]
         values = [[r["value"] for r in runs] for runs in pair]
         spikes = (f"{means('gradient_spikes', runs)}, {means('loss_spikes', runs)}" for runs in pair)
         norms = (f"{means('first_attention_norm', runs)} → {means('last_attention_norm', runs)}" for runs in pair)
         speeds = (means("steps_per_second", runs, ".3g") for runs in pair)
         cells = (title, *(intervals.mean_std(v) for v in values), describe_difference(*values))
         rows.append((*cells, *(" / ".join(both) for both in (spikes, norms, speeds))))
-    return markdown_table(("", *ACTIVATIONS, "sigmoid - softmax", *measured), rows) + "\n"
+    return markdown_table(("", *activations, f"{activations[1]} - softmax", *measured), rows) + "\n"
 
 
 def describe_difference(first: Sequence[float], second: Sequence[float]) -> str:

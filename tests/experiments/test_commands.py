@@ -85,6 +85,11 @@ def test_comparison_is_done_once_for_its_settings(tmp_path, capsys):
     compare.compare_activations(replace(quick, steps=3), print)
     assert "2 of 2" in capsys.readouterr().out
     assert [row["steps"] for row in json.loads((tmp_path / "results.json").read_text())] == [3, 3]
+    table = compare.compare_activations(replace(quick, steps=3, normalize=True), print)
+    assert "1 of 1" in capsys.readouterr().out  # softmax is trained already
+    assert table.startswith("|   | softmax | normalized | normalized - softmax |")
+    (settings,) = tmp_path.glob("*/runs/normalized/0/model/config.json")
+    assert '"normalize": true' in settings.read_text()
 
 
 def test_the_table_of_the_committed_results_is_in_the_page():
