@@ -22,7 +22,7 @@ INTRODUCTION = (
     "0. It is **equivalent** if the interval lies within the tolerance without 0, and **differs** if it lies outside. "
     "A claim **depends** if a choice decides that the paper does not state. It is **not shown** if this scale and "
     "these seeds do not decide. Intervals are Welch's; in conversion, causal-bias and causal-bias-larger (against "
-    "softmax), embeddings and sigma-accuracy they are paired by seed."
+    "softmax), small-models (of normalized sigmoid), embeddings and sigma-accuracy they are paired by seed."
 )
 
 
