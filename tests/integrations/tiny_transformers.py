@@ -110,7 +110,7 @@ FITTED = {  # by model type: sizes that are bound to one another, and attributes
     "inkling_vision": {"num_hidden_layers": 4},
     "edgetam_vision_model": {"backbone_config": {"num_classes": 2}},
     "sam2_hiera_det_model": {"embed_dim_per_stage": [WIDTH, 2 * WIDTH, 4 * WIDTH, 8 * WIDTH]},
-    "vits": {"speaking_rate": 1e9},  # durations are exponentials of what random weights predict: one frame for each token
+    "vits": {"speaking_rate": 1e9},  # durations are exponentials of what random weights predict
 }  # fmt: skip
 
 

@@ -165,11 +165,12 @@ _HOPPER_BF16X6 = {
 
 # float32 on Hopper where PyTorch allows TF32, by three products in bfloat16: D = 64 and 128 right on an H200, not
 # timed; chosen by the compiler's reports, as few spills as possible (at D = 128 18 in dK and dV, causal, in the edges).
-_HOPPER_BF16X3 = _table("""
-    fwd  128x64/8/2  128x64/8/2  128x64/8/2  128x32/8/2        32x16/8/1
-    dkdv 64x128/8/1  64x128/8/1  64x128/8/1  32x128/8/1+split  16x16/8/1
-    dq   128x64/8/1  128x64/8/1  128x64/8/1  128x32/8/1        16x16/4/1
-""")
+_HOPPER_BF16X3 = {
+    **_HOPPER_TF32X3,
+    (DKDV, 64): parse("64x128/8/1", "accurate"),
+    (DKDV, 128): parse("32x128/8/1+split", "accurate"),
+    (DQ, 128): parse("128x32/8/1", "accurate"),
+}
 
 # 16-bit dtypes on AMD's GPUs (64 KiB). Untested; conservative defaults.
 _AMD = _table("""
