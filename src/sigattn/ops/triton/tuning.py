@@ -163,8 +163,8 @@ _HOPPER_BF16X6 = {
     (DQ, 128): parse("128x32/8/1", "accurate"),
 }
 
-# float32 on Hopper where PyTorch allows TF32, by three products in bfloat16: D = 64 and 128 right on an H200, not
-# timed; chosen by the compiler's reports, as few spills as possible (at D = 128 18 in dK and dV, causal, in the edges).
+# float32 on Hopper where PyTorch allows TF32, by three products in bfloat16, not timed: the shapes of the backward pass
+# of D = 64 and 128 are right on an H200; chosen by the compiler's reports (18 spills at D = 128, none in the loops).
 _HOPPER_BF16X3 = {
     **_HOPPER_TF32X3,
     (DKDV, 64): parse("64x128/8/1", "accurate"),
