@@ -101,10 +101,13 @@ def test_version_date_and_paper_of_changelog_and_citation():
 
 def rows_of_the_readme():
     """Return the cells of rows of the README by their beginnings, from the committed runs."""
-    runs = json.loads((ROOT / "benchmarks/results/compare/results.json").read_text())
-    runs = [r for r in runs if r["entry"] == "language, CPython's documentation: bits per byte"]
-    pair = [[r["value"] for r in runs if r["activation"] == activation] for activation in ("softmax", "sigmoid")]
-    yield "language model, CPython", [*(f"{mean(values):.2f} ± {stdev(values):.2f}" for values in pair), "–"]
+    cells = []
+    for name, activation in (("results", "softmax"), ("results", "sigmoid"), ("normalize", "normalized")):
+        runs = json.loads((ROOT / f"benchmarks/results/compare/{name}.json").read_text())
+        about = "language, CPython's documentation: bits per byte", activation
+        bits = [r["value"] for r in runs if (r["entry"], r["activation"]) == about]
+        cells.append(f"{mean(bits):.2f} ± {stdev(bits):.2f}")
+    yield "language model, CPython", cells
     data = [json.loads(line) for line in (ROOT / "docs/results/causal-bias/data.jsonl").read_text().splitlines()]
     for row, architecture in (("language model with ALiBi", "ALiBi"), ("Llama of", "Llama"), ("nanoGPT's", "GPT-2")):
         cells = []
