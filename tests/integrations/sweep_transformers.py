@@ -108,9 +108,9 @@ class EagerSigmoid(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         bias = self.bias[layer] if isinstance(self.bias, dict) else self.bias
-        weights = _weights(logits, bias, mask, margin=6.0 if self.normalize else 0.0)
-        # the weights of a row sum to 1, or to 0 where nothing is visible
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if self.normalize else weights
+        log_weights = _log_weights(logits, bias, mask, margin=6.0 if self.normalize else 0.0)
+        # the weights of a row sum to 1, however low they are, or to 0 where nothing is visible
+        weights = torch.softmax(log_weights, -1).nan_to_num(0.0) if self.normalize else log_weights.exp()
         return weights.to(kwargs.get("dtype") or logits.dtype)
 
 
@@ -199,8 +199,8 @@ def reference_mask(*args, **kwargs):
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
-def _weights(logits, bias, mask, margin=0.0):
-    """Return sigmoid weights; a ``mask`` of ... says that the layer has added it to the logits.
+def _log_weights(logits, bias, mask, margin=0.0):
+    """Return logarithms of sigmoid weights, -inf where hidden. A mask of ... is one that the layer has added already.
 
     "log_visible" is ``margin`` less than -log of the visible keys.
     """
@@ -218,7 +218,7 @@ def _weights(logits, bias, mask, margin=0.0):
         b = c + a * log_visible
     else:
         b = -log_visible - margin if bias == "log_visible" else bias
-    return torch.where(visible, torch.sigmoid(logits + b), 0.0)
+    return torch.where(visible, nn.functional.logsigmoid(logits + b), -torch.inf)
 
 
 # -- one architecture -------------------------------------------------------------------------------------------------

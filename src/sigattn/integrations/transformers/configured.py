@@ -86,7 +86,8 @@ def reason_against(layer: nn.Module) -> str | None:
         return "only layers of transformers and timm are known to compute one softmax, over keys"
     if kind.__name__.endswith(_SAMPLED):
         return "its weights are those of sampled points, not of keys"
-    if not reachable_calls(layer) & (ATTENTION_NAMES | PRODUCT_NAMES):
+    functions = (m for m in layer.children() if next(m.parameters(), None) is None)  # SqueezeBert's product is a module
+    if not frozenset().union(*map(reachable_calls, (layer, *functions))) & (ATTENTION_NAMES | PRODUCT_NAMES):
         return "its weights are not multiplied with a matrix of values"
     return _REFUSED.get(kind.__name__)
 
