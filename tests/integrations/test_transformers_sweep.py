@@ -24,6 +24,7 @@ SAMPLE = (
     "nystromformer",  # refused
     "patchtsmixer",  # a gate
     "siglip",  # nn.MultiheadAttention
+    "squeezebert",  # a module multiplies its weights
     "splinter",  # supports no SDPA, and has a wrong is_causal
 )
 # others, such as Gemma 2 and Whisper, are in tests/conversion/test_transformers.py and test_transformers.py
