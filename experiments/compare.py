@@ -109,7 +109,8 @@ class ComparisonConfig:
 def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -> str:
     """Train all models that are not finished with these settings and data, and return the table as Markdown.
 
-    Writes table.md and results.json into ``config.folder``; ``show`` is called with one line per finished run.
+    Writes table.md and results.json, or normalize.json, into ``config.folder``; ``show`` is called with a line for each
+    finished run.
     """
     sigmoid = "normalized" if config.normalize else "sigmoid"
     rows: list[Row] = []
@@ -128,7 +129,8 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
     steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
     sources = "; ".join(f"{source} ({fingerprint})" for source, fingerprint in fingerprints.items())
     table = f"{comparison_table(rows)}\n{config.seeds} seeds, {steps}. Data: {sources}.\n"
-    (config.folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    file = config.folder / ("normalize.json" if config.normalize else "results.json")
+    file.write_text(json.dumps(rows, indent=1) + "\n")
     (config.folder / "table.md").write_text(table)
     return table
 

@@ -88,6 +88,7 @@ def test_comparison_is_done_once_for_its_settings(tmp_path, capsys):
     table = compare.compare_activations(replace(quick, steps=3, normalize=True), print)
     assert "1 of 1" in capsys.readouterr().out  # softmax is trained already
     assert table.startswith("|   | softmax | normalized | normalized - softmax |")
+    assert len(json.loads((tmp_path / "normalize.json").read_text())) == 2
     (settings,) = tmp_path.glob("*/runs/normalized/0/model/config.json")
     assert '"normalize": true' in settings.read_text()
 

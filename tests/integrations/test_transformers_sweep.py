@@ -24,8 +24,8 @@ SAMPLE = (
     "nystromformer",  # refused
     "patchtsmixer",  # a gate
     "siglip",  # nn.MultiheadAttention
-    "squeezebert",  # a module multiplies its weights
     "splinter",  # supports no SDPA, and has a wrong is_causal
+    "squeezebert",  # a module multiplies its weights
 )
 # others, such as Gemma 2 and Whisper, are in tests/conversion/test_transformers.py and test_transformers.py
 CONVERTED = "bloom", "gpt_oss", "siglip", "whisper"
