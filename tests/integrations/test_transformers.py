@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,10 +102,17 @@ def test_compiled():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_exported_and_traced_for_any_length():
+@pytest.mark.parametrize("bias", [None, VisibleKeysLinearBias(4)], ids=["rule", "fitted"])
+def test_exported_and_traced_for_any_length(bias):
     """Shared key heads and a window, at lengths within and beyond it; and without a mask, with other keys."""
 
     class Layer(torch.nn.Module):
+        config = SimpleNamespace(sigmoid_bias=None if bias is None else {})
+
+        def __init__(self):
+            super().__init__()
+            self.sigmoid_bias = bias
+
         def forward(self, query, key, padding, other):
             n = query.shape[2]
             window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}

@@ -44,15 +44,16 @@ class AttentionBias(nn.Module):
 
     def forward(
         self, num_queries: int, num_keys: int, *, query_offset: int = 0, key_lengths: Tensor | None = None,
-        device: torch.device, visible: Tensor | None = None, query: Tensor | None = None,
+        device: torch.device, visible: int | Tensor | None = None, query: Tensor | None = None,
     ) -> float | Tensor:  # fmt: skip
         """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
         Args:
             num_queries, num_keys: numbers of queries and keys. query_offset: position of the first query.
             key_lengths: (B,), number of keys of each sample. device: of the result, if it is a tensor.
-            visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point; for
-                biases with needs_visible. With needs_alibi, the sum of ALiBi's weights of these keys, above 0.
+            visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point, or an
+                int for all queries; for biases with needs_visible. With needs_alibi, the sum of ALiBi's weights of
+                these keys, above 0.
             query: (B, Hq, N, D), as multiplied with the keys (after norms and positions, before scale); for biases
                 with needs_query. Under context parallelism N is the number of this process's queries.
         """
@@ -132,7 +133,7 @@ class VisibleKeysBias(AttentionBias):
     needs_visible = True
     is_rule = True
 
-    def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
+    def forward(self, *_: Any, visible: int | Tensor | None = None, **__: Any) -> float | Tensor:
         """Return -log of ``visible``, which must be given."""
         if visible is None:
             raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")

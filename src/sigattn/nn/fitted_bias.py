@@ -11,6 +11,7 @@ factor e^m, and corrects each row from its norm and direction: a large norm is p
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -52,12 +53,15 @@ class VisibleKeysLinearBias(AttentionBias):
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
 
-    def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
+    def forward(self, *_: Any, visible: int | Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias for ``visible``, which must be given: (B or 1, num_heads, N or 1, 1), at least float32."""
         if visible is None:
             raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
-        log_visible = visible.to(torch.promote_types(self.constant.dtype, torch.float32)).log()
-        return self.constant.view(-1, 1, 1) + self.slope.view(-1, 1, 1) * log_visible
+        wide = torch.promote_types(self.constant.dtype, torch.float32)
+        constant, slope = self.constant.to(wide), self.slope.to(wide)
+        if not isinstance(visible, Tensor):  # one operator: calls of few tokens are short
+            return torch.add(constant, slope, alpha=math.log(visible)).view(1, -1, 1, 1)
+        return constant.view(-1, 1, 1) + slope.view(-1, 1, 1) * visible.to(wide).log()
 
 
 class RowScale(nn.Module):
@@ -154,7 +158,7 @@ class QuadraticBias(VisibleKeysLinearBias):
         sizes = f"head_dim={self.row_scale.head_dim}, query_dim={self.query_term.query_dim}"
         return f"{super().extra_repr()}, {sizes}"
 
-    def forward(self, *_: Any, visible: Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:
+    def forward(self, *_: Any, visible: int | Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias for ``visible`` and ``query``, which must be given: (B, num_heads, N, 1), as above."""
         if query is None:
             raise ValueError(f"{type(self).__name__} depends on the queries: pass query")

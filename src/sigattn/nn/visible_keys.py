@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sigattn.nn.bias import AttentionBias, VisibleKeysBias
+from sigattn.nn.bias import AttentionBias
 from sigattn.ops.problem import NORMALIZED_MARGIN, at_least, combine_window, log_length_bias, log_size_bias
 from sigattn.ops.reference import band
 
@@ -60,9 +60,6 @@ def evaluate_bias(
                 f"(B, H, N, D), got {'nested ones' if query.is_nested else tuple(query.shape)}"
             )
         sides = combine_window(window, is_causal)
-        if type(bias) is VisibleKeysBias and mask is None and max(sides) < 0:
-            b = log_size_bias(num_keys, query.device)  # a number is faster than the same value for each query
-            return bias.of_call(b, normalize)
         visible = _count_visible(mask, num_queries, num_keys, sides, query.device)
     b = bias(num_queries, num_keys, device=query.device, visible=visible)
     if isinstance(b, Tensor) and b.dim() > 2 and query.dim() == 4 and b.shape[-3] not in (1, query.shape[1]):
@@ -92,13 +89,18 @@ def _bias_of_samples(query: Tensor, key: Tensor, mask: Tensor | None, is_causal:
 
 def _count_visible(
     mask: Tensor | None, num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device
-) -> Tensor:
-    """Count the keys that each query sees, at least 1: (B or 1, H or 1, N or 1, 1), float32."""
+) -> int | Tensor:
+    """Count the keys that each query sees, at least 1: (B or 1, H or 1, N or 1, 1), float32; if all see all, a number.
+
+    While compiling it is always a tensor, because a number would be fixed in the program.
+    """
     if mask is not None:
         seen = is_visible(mask)
         seen = seen if max(window) < 0 else seen & band(*window, (0, num_queries), (0, num_keys), device)
         return at_least(count_keys_per_query(seen, num_keys).float(), 4)
     if max(window) < 0:  # the same number for each query
+        if not torch.compiler.is_compiling():
+            return max(num_keys, 1)
         return torch.full((1, 1, 1, 1), torch.sym_max(num_keys, 1), dtype=torch.float32, device=device)
     i = torch.arange(num_queries, device=device)
     first = i * 0 if window[0] < 0 else (i - window[0]).clamp(min=0)
