@@ -41,7 +41,7 @@ def with_own_forward(kind):
 
 def parametrized():
     layer = nn.Linear(16, 16)
-    parametrize.register_parametrization(layer, "weight", Scripted())
+    parametrize.register_parametrization(layer, "weight", Mixed())
     return Net(Attend(), layer)
 
 
@@ -53,14 +53,9 @@ class Twice(sigattn.nn.VisibleKeysBias):
     pass
 
 
-class Scripted(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x.mT, -1) @ x
-
-
-class Plain(nn.Module):
+class Mixed(nn.Module):
     def forward(self, x):
-        return F.scaled_dot_product_attention(x, x, x)
+        return (x @ x.mT).softmax(-1) @ x
 
 
 class OneHead(Attend):
@@ -115,17 +110,6 @@ class WithInner(Attend):
         self.inner = Attend()
 
 
-class Holder(nn.Module):
-    """Runs a layer that is not registered; that layer may refer to the holder."""
-
-    def __init__(self):
-        super().__init__()
-        self.held = [{"second": nn.Sequential(Attend())}]
-
-    def forward(self, x):
-        return self.held[0]["second"](x)
-
-
 def batches_with(at, value):
     return [value if i == at else x for i, x in enumerate(X)]
 
@@ -135,6 +119,7 @@ CODE, RUN, BATCHES = {}, {"example": (X[0],)}, {"batches": list(X)}
 OF_TOKENS = {"batches": TOKENS}
 WRAPPED = [type(kind, (Both,), {}) for kind in ("DistributedDataParallel", "FSDPModule")]
 IN_TRAINING = r"'' \(\w+\) is part of distributed training"  # it would not synchronise the gradients of biases
+GRAPHS = f"exported graphs cannot be replaced: .*{SDPA}"
 OTHER_BIASES = [sigattn.nn.SampleLengthBias(), sigattn.nn.QueryBias(), sigattn.nn.AlibiKeysBias()]
 OTHER_BIASES += [sigattn.nn.QuadraticBias(2, 4, 4)]
 REFUSED = {  # name: model, part of the message, calls
@@ -214,22 +199,15 @@ REFUSED = {  # name: model, part of the message, calls
         lambda: Both(Stack(nn.Identity())),
         rf"cannot be replaced: 'second' \(Stack: {SDPA}\). A container would run its bias", CODE, RUN,
     ),
-    "a parametrization": (parametrized, r"'layers\.1\.parametrizations\.weight\.0' \(Scripted: softmax\)", CODE, RUN),
+    "a parametrization": (parametrized, r"'layers\.1\.parametrizations\.weight\.0' \(Mixed: softmax\)", CODE, RUN),
     "a second softmax": (Mixture, r"softmax of these layers cannot be replaced: ''", RUN),
     "a softmax over queries": (OverQueries, r"softmax of these layers cannot be replaced: ''", RUN),
     "a written softmax": (Written, r"Only their code was examined: pass example=", CODE),
     "a router in a written attention": (Routed, "keeps its softmax", RUN),
-    "a layer that is not registered": (
-        lambda: Both(Holder()), r"'second' \(Holder: .* in self\.held, which is not registered\).*example", CODE
-    ),
     # graphs, which another class would not change
-    "traced": (
-        lambda: Both(torch.jit.trace(Plain(), X[0])), rf"exported graphs cannot be replaced: .*{SDPA}", CODE, RUN
-    ),
-    "all traced": (
-        lambda: torch.jit.trace(Plain(), X[0]), rf"exported graphs cannot be replaced: .*{SDPA}", CODE, RUN
-    ),
-    "fx": (lambda: Both(torch.fx.symbolic_trace(Plain())), f"exported graphs cannot be replaced: .*{SDPA}", CODE, RUN),
+    "traced": (lambda: Both(torch.jit.trace(layers.Plain(), X[0])), GRAPHS, CODE, RUN),
+    "all traced": (lambda: torch.jit.trace(layers.Plain(), X[0]), GRAPHS, CODE, RUN),
+    "fx": (lambda: Both(torch.fx.symbolic_trace(layers.Plain())), GRAPHS, CODE, RUN),
     # training by several processes, whose classes are recognised by name
     "replicated": (lambda: WRAPPED[0](Attend()), IN_TRAINING, BATCHES, {"bias": sigattn.nn.LearnableBias(-1.0)}),
     "sharded": (lambda: WRAPPED[1](Attend()), IN_TRAINING, BATCHES, {"bias": sigattn.nn.LearnableBias(-1.0)}),

@@ -15,7 +15,7 @@ from sigattn import convert
 from sigattn.models import LanguageModel, saving
 from sigattn.nn import BatchLengthBias, ContextLengthBias, LearnableBias
 from tests.conversion import layers
-from tests.conversion.layers import SDPA, TOKENS, Attend, EagerAttention, Net, X, converted, language, replace
+from tests.conversion.layers import SDPA, TOKENS, Attend, EagerAttention, Net, Plain, X, converted, language, replace
 
 X = X[0]
 
@@ -112,10 +112,6 @@ class TestLayersThatCallTheFunction:
 
     @pytest.mark.parametrize("normalize", [True, False])
     def test_the_rule_of_nested_sequences_is_that_of_each(self, normalize):
-        class Plain(nn.Module):
-            def forward(self, x):
-                return F.scaled_dot_product_attention(x, x, x)
-
         model = nn.Sequential(Plain())
         convert(model, normalize=normalize)
         sequences = [torch.randn(n, 2, 8) for n in (3, 5)]

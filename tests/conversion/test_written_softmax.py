@@ -59,22 +59,18 @@ class HalvedGradient(Written):
         return Halved.apply(logits)
 
 
-class Positional(Written):
-    """Adds weights of positions to those of products, as ConViT, and removes its buffers, which ConViT replaces."""
+class Forgetful(Written):
+    """Removes its buffers, which ConViT replaces: activations then have their addresses."""
 
     def __init__(self):
         super().__init__()
-        self.positions = nn.Parameter(torch.randn(1, 2, 6, 6))
         for i in range(64):
             self.register_buffer(f"table{i}", torch.zeros(3), persistent=False)
 
     def forward(self, x, mask=None):
-        for i in range(64):  # activations have their addresses
+        for i in range(64):
             setattr(self, f"table{i}", None)
         return super().forward(x, mask)
-
-    def weights(self, logits):
-        return 0.75 * super().weights(logits) + 0.25 * super().weights(self.positions.expand_as(logits))
 
 
 def with_formula(layer, normalize=True):
@@ -159,19 +155,10 @@ def test_gradients_dtypes_and_copies():
     assert (half - reference(x.double())).abs().max() <= allowed
 
 
-def test_a_sum_of_weights():
-    layer, x = Positional(), torch.randn(2, 6, 16)
-    softmax = copy.deepcopy(layer)
-    report = convert(layer, example=(x,))
-    assert [s.outcome for s in report.softmax] == ["materialised"]
-
-    def sigmoid(logits):
-        weights = torch.sigmoid(logits - torch.tensor(6.0).double().log() - 6)
-        return weights / weights.sum(-1, keepdim=True)
-
-    softmax, found = softmax.double(), layer(x)
-    softmax.weights = lambda s: 0.75 * sigmoid(s) + 0.25 * sigmoid(softmax.positions)
-    torch.testing.assert_close(found.double(), softmax(x.double()), rtol=1e-5, atol=1e-6)
+def test_buffers_that_are_removed_in_the_forward():
+    """A sum of weights, as in ConViT: tests/integrations/test_timm.py."""
+    (softmax,) = convert(Forgetful(), example=(torch.randn(2, 6, 16),)).softmax
+    assert softmax.outcome == "materialised"
 
 
 @pytest.mark.parametrize("normalize", [True, False])

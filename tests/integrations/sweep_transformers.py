@@ -146,36 +146,32 @@ def _written_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fa
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        logits = logits.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        logits = logits + attn_mask
-    return nn.functional.softmax(logits, dim=-1) @ value
+    return nn.functional.softmax(_masked(logits, attn_mask), dim=-1) @ value
+
+
+def _masked(logits, mask):
+    if mask is None:
+        return logits
+    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype is torch.bool else logits + mask
+
+
+def _frames(frame, count):
+    """Iterate over a frame and those that called it."""
+    while frame is not None and count:
+        yield frame
+        frame, count = frame.f_back, count - 1
 
 
 def _eager_attention():
     """Return the variables of the eager attention function that calls the softmax; None outside of eager attention."""
-    frame = sys._getframe(2)
-    for _ in range(6):
-        if frame is None:
-            return None
-        if frame.f_code.co_name.endswith("eager_attention_forward"):
-            return frame.f_locals
-        frame = frame.f_back
-    return None
+    frames = _frames(sys._getframe(2), 6)
+    return next((f.f_locals for f in frames if f.f_code.co_name.endswith("eager_attention_forward")), None)
 
 
 def _softmax_layer(kinds):
     """Return the layer of these classes whose own code calls the softmax, or a function of PyTorch."""
-    frame = sys._getframe(2)
-    for _ in range(12):
-        if frame is None:
-            return None
-        layer = frame.f_locals.get("self")
-        if isinstance(layer, kinds):
-            return layer
-        frame = frame.f_back
-    return None
+    layers = (frame.f_locals.get("self") for frame in _frames(sys._getframe(2), 12))
+    return next((layer for layer in layers if isinstance(layer, kinds)), None)
 
 
 def reference_eager_attention_forward(
@@ -184,10 +180,7 @@ def reference_eager_attention_forward(
     """Compute softmax attention with boolean masks; ``EagerSigmoid`` replaces the softmax."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     logits = query @ key.mT * scaling + (0.0 if position_bias is None else position_bias)
-    if attention_mask is not None and attention_mask.dtype is torch.bool:
-        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    elif attention_mask is not None:
-        logits = logits + attention_mask
+    logits = _masked(logits, attention_mask)
     if s_aux is not None:
         logits = torch.cat([logits, s_aux.view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
         attention_mask = None  # its width is another
@@ -280,7 +273,7 @@ def _judge(architecture, make, eager, normalize=False):
             continue
         for inputs in tiny.inputs(part):
             try:
-                problem = _problem(eager, model, name, inputs)
+                problem = _problem(functools.partial(_compare, name), eager, model, inputs)
             except Unusable as error:
                 reason = f"no inputs found ({error})"
                 continue
@@ -294,14 +287,14 @@ def _judge(architecture, make, eager, normalize=False):
     return Result(architecture, "exact", OWN_REFERENCE.get(architecture, ""), len(ran), len(layers))
 
 
-def _problem(eager, model, part, inputs):
-    """Return what is wrong with a part of ``model``, in float64 if it is wrong in float32; or an empty string."""
-    problem = _compare(eager, model, part, inputs)
+def _problem(compare, eager, model, inputs):
+    """Return what is wrong by ``compare``, in float64 if it is wrong in float32; or an empty string."""
+    problem = compare(eager, model, inputs)
     if not problem:
         return ""
     double = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     try:
-        return _compare(copy.deepcopy(eager).double(), copy.deepcopy(model).double(), part, double)
+        return compare(copy.deepcopy(eager).double(), copy.deepcopy(model).double(), double)
     except Unusable:
         return problem
 
@@ -330,7 +323,7 @@ def _error(architecture, error):
     )
 
 
-def _compare(eager, model, part, inputs):
+def _compare(part, eager, model, inputs):
     """Return what is wrong with a part of ``model``, or an empty string."""
     with torch.no_grad():
         softmax = run(eager.get_submodule(part), inputs, None)
@@ -413,16 +406,13 @@ def _gradients(model, eager, found, expected):
     losses = [sum(_projection(t) for t in outputs if t.requires_grad) for outputs in (found, expected)]
     if not all(isinstance(loss, Tensor) for loss in losses):
         return ""
-    ours = torch.autograd.grad(losses[0], [p for _, p, _ in named], allow_unused=True)
-    theirs = torch.autograd.grad(losses[1], [q for _, _, q in named], allow_unused=True)
-    scale = max((float(g.norm()) for g in theirs if g is not None), default=0.0)
+    ours = torch.autograd.grad(losses[0], [p for _, p, _ in named], allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad(losses[1], [q for _, _, q in named], allow_unused=True, materialize_grads=True)
+    scale = max((float(g.norm()) for g in theirs), default=0.0)
     for (name, *_), a, b in zip(named, ours, theirs, strict=True):
-        if (a is None) != (b is None):
-            missing = b if a is None else a
-            if float(missing.abs().max()) > 0:
-                return f"gradient of {name} is missing"
-        elif a is not None and float((a - b).norm()) > 2e-3 * float(b.norm()) + 1e-4 * scale:
-            return f"gradient of {name}: error {float((a - b).norm()):.2g} of {float(b.norm()):.2g}"
+        error, size = float((a - b).norm()), float(b.norm())
+        if error > 2e-3 * size + 1e-4 * scale:
+            return f"gradient of {name}: error {error:.2g} of {size:.2g}"
     return ""
 
 
@@ -487,7 +477,7 @@ def _problem_of_conversion(architecture, eager, inputs):
         for module in eager.modules():
             if isinstance(module, PreTrainedModel):
                 module.config._attn_implementation_internal = "reference"
-    problem = _compare_conversion(eager, model, inputs, softmax)
+    problem = _problem(_compare_conversion, eager, model, inputs)
     for _, values in learned:
         values.add_(0.1 * torch.randn_like(values))
     if not problem and (problem := _saved(model, inputs)) and _saved(eager, inputs):
@@ -495,8 +485,8 @@ def _problem_of_conversion(architecture, eager, inputs):
     return problem
 
 
-def _compare_conversion(eager, model, inputs, softmax):
-    """Return how outputs differ from the reference's, in float64 if they do in float32; or an empty string."""
+def _compare_conversion(eager, model, inputs):
+    """Return how outputs differ from the reference's, or an empty string."""
     biases = {
         eager.get_submodule(name): (layer.sigmoid_bias.constant, layer.sigmoid_bias.slope)
         for name, layer in model.named_modules()
@@ -506,12 +496,7 @@ def _compare_conversion(eager, model, inputs, softmax):
     expected = run(eager, inputs, reference)
     if not reference.calls:
         raise Unusable("no eager attention")
-    problem = difference(outputs(model, inputs), expected, softmax)
-    if problem and softmax[0].dtype is not torch.float64:
-        double = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
-        wide = copy.deepcopy(eager).double()
-        return _compare_conversion(wide, copy.deepcopy(model).double(), double, run(wide, double, None))
-    return problem
+    return difference(outputs(model, inputs), expected, run(eager, inputs, None))
 
 
 def _saved(model, inputs):

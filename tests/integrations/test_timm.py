@@ -61,6 +61,8 @@ SAMPLE = {  # name: options, verdict, layers
     "mobilenetv4_hybrid_medium_075": ({"size": (3, 64, 64)}, "exact", "MultiQueryAttention2d"),
     "cait_xxs24_224": ({"depth": 2}, "exact", "ClassAttn, TalkingHeadAttn"),
     "levit_128s": ({}, "exact", "Attention, AttentionDownsample"),
+    # adds weights of positions to those of products
+    "convit_tiny": ({"depth": 2, "local_up_to_layer": 1, "img_size": 32, "size": (3, 32, 32)}, "exact", "GPSA, MHSA"),
     "skresnet18": ({"size": (3, 64, 64)}, "refused", "SelectiveKernelAttn"),
     "resnest14d": ({"size": (3, 64, 64)}, "no attention", ""),
 }

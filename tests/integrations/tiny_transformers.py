@@ -13,49 +13,29 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LENGTH, BATCH, WIDTH, HEADS, HEAD_DIM = 12, 2, 32, 4, 8
-LAYERS = (
-    r"(num|n)_(\w+_)?(layers|blocks)$|\w*_layers$|^n_layer$|^depth$|\w+_depth$|^num_hidden_layers$"
-    r"|^num_self_attends_per_block$"
-)
+LAYERS = r"(num|n)_(\w+_)?(layers|blocks)$|\w*_layers$|^n_layer$|^depth$|\w+_depth$|^num_self_attends_per_block$"
 LAYER_KINDS = r"\w*layer_types$|^layers_block_type$"
-KV_HEADS = r"\w*(key_value|kv)_heads$|^num_kv_heads$|n_head_kv$"
-HEAD_COUNTS = r"(\w+_)?(attention_)?heads$|^n_heads?$|^num_head$|\w+_n_heads$"
+KV_HEADS = r"\w*(key_value|kv)_heads$"
+HEAD_COUNTS = r"(\w+_)?(attention_)?heads$|^n_heads?$"
 WIDTHS = (
-    r"(\w+_)?hidden_(size|dim)$|^d_model$|^n_embd$|(\w+_)?embed(ding)?_(dim|size)$|^dim$|^width$|^emb_dim$"
-    r"|^projection_dim$|\w+_width$|^dim_model$|^out_hidden_size$|^embed_dim$|^decoder_dim$|^fpn_feature_size$"
-    r"|^d_latents$|^adapter_(in|out)(put_size|_dim)$|^(base|latent)_channels$|^upsample_initial_channel$"
+    r"(\w+_)?hidden_(size|dim)$|^d_model$|^n_embd$|(\w+_)?embed(ding)?_(dim|size)$|^dim$|^emb_dim$|^projection_dim$"
+    r"|\w+_width$|^decoder_dim$|^fpn_feature_size$|^d_latents$|^adapter_(in|out)(put_size|_dim)$"
+    r"|^(base|latent)_channels$|^upsample_initial_channel$"
 )
 HEAD_DIMS = r"(\w*_)?head_dim$|^d_kv$|^d_head$|^attention_head_size$|^dim_head$"
-INNER = r"\w*intermediate_(size|dim)$|\w*ffn_dim\w*$|\w*mlp_dim$|^d_ff$|^n_inner$|^ffn_hidden_size$|\w*feedforward\w*$"
+INNER = r"\w*intermediate_(size|dim)$|\w*ffn_dim\w*$|\w*mlp_dim$|^d_ff$|^ffn_hidden_size$|\w*feedforward\w*$"
 SMALL = {
     r"\w*vocab_size(_per_layer_input)?$": 128,
-    r"^max_(position_embeddings|target_positions|source_positions|seq_len|sequence_length)$": 64,
-    r"^(n_positions|context_length|n_ctx)$": 64,
-    r"^num_mel_bins$|^num_mel$|^feature_size$": 16,
-    r"\w*image_size$|^input_size$|^img_size$": 32,
-    r"\w*patch_size$": 8,
-    r"(num|n)_(local_|routed_)?experts$|^moe_num_experts$|^num_experts_per_layer$": 4,
-    r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k|num_selected_experts|moe_topk)$": 2,
-    r"^(kv|q|o)_lora_rank$": 16,
-    r"^index_topk$": 8,
-    r"^(n_group|topk_group|num_expert_group)$": 1,
-    r"^(upsample_groups|conv_groups)$": WIDTH,
-    r"^context_size$": 16,
-    r"^rotary_dim$": 4,
-    r"^(index|qk)_head_dim$": 16,
-    r"^num_queries$|^num_query_tokens$|^num_latents$": 6,
-    r"^conv_dim$": 32,
-    r"^codebook_size$": 32,
-    r"^num_conv_pos_embeddings$": 8,
-    r"^num_conv_pos_embedding_groups$": 4,
-    r"^type_vocab_size$": 2,
-    r"^relative_attention_num_buckets$": 8,
-    r"^encoder_hash_byte_group_vocab$|^num_embeddings$": 64,
-    r"^n_groups$": 1,
-    r"^index_kpool$": 2,
-    r"^num_filters$": 4,
-    r"^visual_prompt_size$": 8,
-    r"^(sliding_window|attention_chunk_size|attention_window|local_attention)$": 6,
+    r"^max_(position_embeddings|target_positions|source_positions|seq_len|sequence_length)$"
+    r"|^(n_positions|context_length|n_ctx)$|^encoder_hash_byte_group_vocab$|^num_embeddings$": 64,
+    r"\w*image_size$|^input_size$|^(upsample_groups|conv_groups)$|^conv_dim$|^codebook_size$": 32,
+    r"^num_mel_bins$|^feature_size$|^(kv|q|o)_lora_rank$|^context_size$|^(index|qk)_head_dim$": 16,
+    r"\w*patch_size$|^index_topk$|^num_conv_pos_embeddings$|^relative_attention_num_buckets$|^visual_prompt_size$": 8,
+    r"^(sliding_window|attention_chunk_size|attention_window|local_attention)$|^num_(queries|query_tokens|latents)$": 6,
+    r"(num|n)_(local_|routed_)?experts$|^moe_num_experts$|^rotary_dim$"
+    r"|^num_conv_pos_embedding_groups$|^num_filters$": 4,
+    r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k|num_selected_experts|moe_topk|index_kpool)$": 2,
+    r"^(n_groups?|topk_group|num_expert_group)$": 1,
 }
 
 
@@ -226,7 +206,7 @@ def _sequence(name: str, value: Any) -> Any:
     kind = type(value)
     if not value or not all(isinstance(v, int) for v in value):
         return None
-    if re.match(r"^depths$|^num_block_repeats$|\w*num_blocks$|^layers$|^stage_depths$", name):
+    if re.match(r"^depths$|^num_block_repeats$|\w*num_blocks$", name):
         return kind(min(v, 1) for v in value)
     if re.match(r"\w*(hidden_sizes|embed_dims?|widths|dims)$", name):
         return kind(WIDTH * 2 ** min(i, 2) for i in range(len(value)))
