@@ -46,6 +46,12 @@ def wide(backend):
     return torch.float32 if backend in ("triton", "llvm") else torch.float64
 
 
+def operands(n=5, m=7, batch=2, heads=4, key_heads=None, d=8, dv=None, dtype=torch.float32):
+    """Return a random query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv)."""
+    keys = batch, key_heads or heads, m
+    return [torch.randn(shape, dtype=dtype) for shape in ((batch, heads, n, d), (*keys, d), (*keys, dv or d))]
+
+
 def negated(t):
     """Return a tensor whose memory holds the negative, as ``x.conj().imag`` does."""
     return torch._neg_view(-t)

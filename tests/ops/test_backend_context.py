@@ -1,7 +1,7 @@
 """``sigattn.backend`` chooses the backend of calls that do not choose one, in eager, compiled and exported code."""
 
 import contextlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,16 +11,12 @@ from torch.export import Dim
 import sigattn
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.flash import flash_attn_func
-from tests.ops.cases import COMPILER_NOISE
+from tests.ops.cases import COMPILER_NOISE, operands
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
 CAPPED = {"softcap": 2.0}  # "llvm" does not support it: a call that it serves fails
 REFUSED = "backend 'llvm' does not support this call"
 IS_OLD = torch.__version__ < "2.13"  # whose non-strict export refuses dynamic lengths of grouped heads, by a guard
-
-
-def operands(b=2, n=5, m=7, heads=2):
-    return torch.randn(b, 4, n, 8), torch.randn(b, heads, m, 8), torch.randn(b, heads, m, 8)
 
 
 class Model(nn.Module):
@@ -36,12 +32,12 @@ class Model(nn.Module):
 def test_calls_within_the_context_and_after_it():
     with sigattn.backend("llvm"):
         with pytest.raises(ValueError, match=REFUSED):
-            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
-        sigmoid_attention(*operands(), enable_gqa=True, backend="blocked", **CAPPED)  # the call's choice comes first
+            sigmoid_attention(*operands(), **CAPPED)
+        sigmoid_attention(*operands(), backend="blocked", **CAPPED)  # the call's choice comes first
         with sigattn.backend("blocked"):
-            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+            sigmoid_attention(*operands(), **CAPPED)
         with pytest.raises(ValueError, match=REFUSED):
-            sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+            sigmoid_attention(*operands(), **CAPPED)
         cache = torch.zeros(2, 1, 8, 2, 8).unbind()
         with pytest.raises(ValueError, match=REFUSED):
             sigmoid_kvcache_attention(torch.randn(1, 1, 2, 8), *cache, bias=-2.0, softcap=2.0)
@@ -49,25 +45,23 @@ def test_calls_within_the_context_and_after_it():
         raise KeyError
     with pytest.raises(ValueError, match="unknown backend 'math'"), sigattn.backend("math"):
         pass
-    sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)
+    sigmoid_attention(*operands(), **CAPPED)
 
 
-def in_a_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
+def in_a_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def test_threads():
     """Other threads are not affected; threads may leave in another order than they entered."""
-    first, second, results = contextlib.ExitStack(), contextlib.ExitStack(), []
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
     with sigattn.backend("llvm"):
-        in_a_thread(lambda: results.append(sigmoid_attention(*operands(), enable_gqa=True, **CAPPED)))
-    assert len(results) == 1
+        in_a_thread(lambda: sigmoid_attention(*operands(), **CAPPED))
     compiled = torch.compile(lambda *args: sigmoid_attention(*args, **CAPPED), backend="eager")
-    args = operands(heads=4)
+    args = operands()
     first.enter_context(sigattn.backend("llvm"))
-    in_a_thread(lambda: second.enter_context(sigattn.backend("llvm")))
+    in_a_thread(second.enter_context, sigattn.backend("llvm"))
     first.close()
     in_a_thread(second.close)
     torch.testing.assert_close(compiled(*args), sigmoid_attention(*args, **CAPPED))
@@ -81,7 +75,7 @@ def test_programs_of_pytorchs_operators_alone():
     """Exported with "reference", a program has none of our ops, and is right at other sizes."""
 
     def arguments(b, n, m):
-        return *operands(b, n, m), torch.arange(b) % m + 1, torch.rand(b, 1, n, m) > 0.3
+        return *operands(n, m, b, key_heads=2), torch.arange(b) % m + 1, torch.rand(b, 1, n, m) > 0.3
 
     b, n, m = Dim("b"), Dim("n"), Dim("m")
     shapes = ({0: b, 2: n}, {0: b, 2: m}, {0: b, 2: m}, {0: b}, {0: b, 2: n, 3: m})
@@ -103,7 +97,7 @@ def test_compiled_functions_follow_the_context():
         return module.forward
 
     compiled = torch.compile(lambda *args: sigmoid_attention(*args, is_causal=True, normalize=True), backend=recorder)
-    args = [t.requires_grad_() for t in operands(heads=4)]
+    args = [t.requires_grad_() for t in operands()]
     truth = sigmoid_attention(*args, is_causal=True, normalize=True)
     expected = torch.autograd.grad(truth.square().sum(), args)
     for context in (contextlib.nullcontext(), sigattn.backend("reference"), contextlib.nullcontext()):
@@ -120,7 +114,7 @@ def test_a_context_within_a_compiled_function(attend):
         with sigattn.backend("reference"):
             return attend(*args, normalize=True)
 
-    args, graphs = operands(heads=4, n=7, m=7), []
+    args, graphs = operands(7), []
     compiled = torch.compile(call, backend=lambda module, _: graphs.append(module) or module.forward, fullgraph=True)
     torch.testing.assert_close(compiled(*args), attend(*args, normalize=True))
     assert [ops_of(module.graph) for module in graphs] == [[]]

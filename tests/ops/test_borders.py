@@ -1,5 +1,6 @@
 """Edge cases that small random problems rarely hit: borders of windows, limits of 16 bits, sizes of 0, NaN."""
 
+import itertools
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from sigattn import (
     sigmoid_kvcache_attention,
     sigmoid_varlen_attention,
 )
-from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, negated, path, ways
+from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, nan_filled_memory, negated, path, ways
 from tests.ops.truth import formula
 
 
@@ -46,82 +47,67 @@ def test_the_largest_side_of_a_window_hides_no_key(largest, sides):
     torch.testing.assert_close(found.double(), mass, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("way", ways("blocked"))
-@pytest.mark.parametrize("kind", ["number", "tensor"])
-def test_a_bias_that_bfloat16_cannot_hold(way, kind):
-    """-100.3 would be rounded to -100.5; with a product of 100 that rounding error determines the result."""
-    q = torch.full((1, 2, 40, 4), 5.0, dtype=torch.bfloat16)
-    k = torch.full((1, 2, 40, 4), 10.0, dtype=torch.bfloat16)
-    v = torch.eye(40, dtype=torch.bfloat16).expand(1, 2, 40, 40)
-    bias = torch.full((2, 1, 1), -100.3) if kind == "tensor" else -100.3
-    with path(way):
-        out = sigmoid_attention(q, k, v, bias=bias, backend="blocked")
-    expected = torch.full_like(out, torch.sigmoid(torch.tensor(-0.3)).item(), dtype=torch.float64)
-    torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [-3.0, "head"])
-def test_a_scale_of_zero(request, dtype, bias):
-    """oneDNN's products with alpha = 0 ignore beta, and write nothing if that is 0."""
-    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
-    torch.set_float32_matmul_precision("medium")
-    q, k, v = torch.randn(3, 2, 4, 48, 8, dtype=dtype).unbind()
-    bias = torch.full((4, 1, 1), -3.0) if bias == "head" else bias
-    expected = v.double().sum(2, keepdim=True).expand(v.shape) * torch.sigmoid(torch.tensor(-3.0))
-    for backend in (None, "blocked"):
-        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = sigmoid_attention(*inputs, scale=0.0, bias=bias, backend=backend)
-        torch.testing.assert_close(out.double(), expected, rtol=0.03, atol=0.03)
-        d_query, d_key, _ = torch.autograd.grad(out.sum(), inputs)
-        assert not d_query.any()
-        assert not d_key.any()
-    cached = (t.transpose(1, 2) for t in (q[:, :, :1], k, v))
-    out = sigmoid_kvcache_attention(*cached, bias=bias, scale=0.0).transpose(1, 2)
-    torch.testing.assert_close(out.double(), expected[:, :, :1], rtol=0.03, atol=0.03)
-
-
 def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7):
     return [torch.randn(shape) for shape in ((b, hq, n, d), (b, hkv, m, d), (b, hkv, m, dv))]
 
 
-@pytest.mark.parametrize("backend", [*SUPPORTING, None])
-def test_sizes_of_0(backend):
-    for shape in ((0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6)):
-        q, k, v = (t.requires_grad_() for t in operands(*shape))
-        out = sigmoid_attention(q, k, v, backend=backend)
-        assert out.shape == (shape[0], shape[1], shape[3], 7)
-        for g, t in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
-            assert g.shape == t.shape
-        assert shape[4] or not out.any()
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize(("d", "dv"), [(0, 7), (4, 0), (0, 0)])
-def test_heads_without_features(backend, d, dv):
-    """Without those of queries and keys every logit is the bias; without those of values there is no gradient."""
-    q, k, v = (t.requires_grad_() for t in operands(hkv=2, d=d, dv=dv))
-    out = sigmoid_attention(q, k, v, bias=0.0, enable_gqa=True, backend=backend)
-    expected = 0.5 * v.sum(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), grad)
-    assert [(g.shape, bool(g.any())) for g in found[:2]] == [(q.shape, False), (k.shape, False)]
-    torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
-
-
-@pytest.mark.parametrize("backend", COMPLETE)
-def test_a_scale_of_zero_times_nan_and_logits_that_overflow(backend):
-    for n in (5, 40):
-        q, k, v = torch.randn(3, 2, 2, n, 16).unbind()
-        q[0, 0, 2, 0] = math.nan
-        out = sigmoid_attention(q, k, v, scale=0.0, backend=backend)  # 0 · NaN is NaN
-        assert (out[0, 0, 2].isnan().all(), out.isnan().sum()) == (True, 16)
+def edges():
+    """Return the operands and the options of calls by name."""
+    sizes = ((0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6))
+    calls = {f"sizes {size}": (operands(*size), {}) for size in sizes}
+    # without features of queries and keys every logit is the bias; without those of values there is no gradient
+    for d, dv in ((0, 7), (4, 0), (0, 0)):
+        calls[f"features {d}, {dv}"] = operands(hkv=2, d=d, dv=dv), {"bias": 0.0, "enable_gqa": True}
+    for dtype, n, is_tensor in itertools.product((torch.float32, torch.bfloat16), (5, 40), (False, True)):
+        what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(1, 2, 2, n, n, dv=8))
+        for bias in (math.inf, -math.inf, 3.4e38):  # all weights are 1 or all are 0
+            calls[f"bias {bias} {what}"] = (q, k, v), {"bias": bias}
+        calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": -3.0}  # with alpha = 0 oneDNN ignores beta
+        # -100.3 would be rounded to -100.5; with a product of 100 that rounding error determines the result
+        calls[f"bias -100.3 {what}"] = (q * 0 + 5, k * 0 + 10, v), {"scale": 0.25, "bias": -100.3}
+        if is_tensor:
+            for _, options in list(calls.values())[-5:]:
+                options["bias"] = torch.full((2, 1, 1), options["bias"])
     q, k, v = operands()
-    q[0], k[0] = 1e30, 1e30  # logits overflow to +inf: each weight is 1
-    torch.testing.assert_close(
-        sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
-    )
+    calls["overflow to +inf"] = (torch.full_like(q, 1e30), torch.full_like(k, 1e30), v), {}
+    return calls
+
+
+EDGES = edges()
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(request, name):
+    """In every backend and its ways; new memory is NaN."""
+    (q, k, v), options = EDGES[name]
+    if "scale" in name:
+        request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+        torch.set_float32_matmul_precision("medium")
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    truth = formula(*leaves, **{name: x for name, x in options.items() if name != "enable_gqa"})
+    expected = [truth, *torch.autograd.grad(truth.sum(), leaves)]
+    tolerance = dict.fromkeys(("rtol", "atol"), 1e-5 if q.dtype is torch.float32 and "scale" not in name else 0.03)
+    is_small = q.shape[2] < 40 and q.shape[3] and v.shape[3]  # interpreted kernels are slow
+    for backend, way in [(b, w) for b in (SUPPORTING if is_small else ON_CPU) for w in ways(b) if w != "tuned"]:
+        with path(way), nan_filled_memory():
+            out = sigmoid_attention(*(t.to(device_of(backend)) for t in leaves), backend=backend, **options)
+            found = [t.cpu().double() for t in (out, *torch.autograd.grad(out.sum(), leaves))]
+        for ours, theirs in zip(found, expected, strict=True):
+            what = f"{backend} {way}: "
+            torch.testing.assert_close(ours, theirs.double(), **tolerance, msg=lambda m, what=what: what + m)
+
+
+def test_a_scale_of_zero_times_nan():
+    """0 · NaN is NaN; and in a cache, a scale of 0."""
+    q, k, v = torch.randn(3, 2, 2, 40, 16).unbind()
+    cached = (t.transpose(1, 2) for t in (q[:, :, :1], k, v))
+    out = sigmoid_kvcache_attention(*cached, bias=-3.0, scale=0.0).transpose(1, 2)
+    expected = v.sum(2, keepdim=True) * torch.sigmoid(torch.tensor(-3.0))
+    torch.testing.assert_close(out, expected)
+    q[0, 0, 2, 0] = math.nan
+    for backend, n in itertools.product(COMPLETE, (5, 40)):
+        out = sigmoid_attention(*(t[:, :, :n] for t in (q, k, v)), scale=0.0, backend=backend)
+        assert (out[0, 0, 2].isnan().all(), out.isnan().sum()) == (True, 16)
 
 
 def test_tensors_whose_memory_is_not_their_data():

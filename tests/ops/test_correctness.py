@@ -33,8 +33,17 @@ def run(function, given, options, grad_out, frozen=()):
     }
 
 
+def is_laid_out_like(t, operand):
+    """Return True if a tensor has no gaps, and its rows the order in memory of those of an operand."""
+    orders = [sorted((i for i in range(3) if x.shape[i] > 1), key=x.stride) for x in (t, operand)]
+    return t.stride() == torch.empty_like(t).stride() and orders[0] == orders[1]
+
+
 def check(case: Case, backend: str | None, repeats: int = 0) -> None:
-    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit."""
+    """Compare output and gradients with the formula, and their layout with that of the operands.
+
+    Further runs are compared with the first, bit by bit.
+    """
     if case.dtype is torch.float64 and wide(backend) is not torch.float64:
         case.dtype = wide(backend)
     inputs, lengths = case.tensors()
@@ -58,8 +67,12 @@ def check(case: Case, backend: str | None, repeats: int = 0) -> None:
     double = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     magnitude = sums_of_magnitudes(double, grad_out, **case.formula_options(double, lengths))
     assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
+    if case.layout != "expanded" and out.numel():
+        assert is_laid_out_like(out, there["query"])
     for name, gradient in grads.items():
         assert gradient.dtype == inputs[name].dtype, name
+        if name in ("query", "key", "value") and backend != "reference":
+            assert is_laid_out_like(gradient, torch.empty_like(there[name])), name
         assert_as_good_as_formula(
             gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
         )

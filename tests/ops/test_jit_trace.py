@@ -8,6 +8,7 @@ import torch
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models import LanguageModel, LanguageModelConfig
+from tests.ops.truth import assert_as_good_as_formula
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -39,8 +40,7 @@ def test_other_lengths(options, shapes, backend, grad):
         query, key = operands(n, m, **shapes)
         truth = sigmoid_attention(query.double(), key.double(), key.double(), backend="reference", **options)
         plain = sigmoid_attention(query, key, key, backend="reference", **options)
-        error, allowed = ((t.double() - truth).abs().max() for t in (traced(query, key), plain))
-        assert error <= 2 * allowed + 4 * torch.finfo(plain.dtype).eps
+        assert_as_good_as_formula(traced(query, key), truth, plain, 2.0)
 
 
 def test_the_older_onnx_exporter_is_an_error():

@@ -6,7 +6,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sigattn import attention_statistics, convert, sigmoid_attention
-from tests.ops.cases import COMPILER_NOISE
+from tests.ops.cases import COMPILER_NOISE, operands
 from tests.ops.truth import formula
 
 pytestmark = [
@@ -17,10 +17,6 @@ MADE = {
     "lower right": (causal_lower_right, lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(m - n)),
 }
 CAUSAL = pytest.mark.parametrize("kind", MADE)
-
-
-def operands(n, m):
-    return torch.randn(2, 3, n, 4), torch.randn(2, 3, m, 4), torch.randn(2, 3, m, 6)
 
 
 def expected_of(q, k, v, visible, bias):
@@ -76,7 +72,7 @@ def test_what_does_not_fit_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.MultiheadAttention(4, 2))
     convert(model)
     with pytest.raises(TypeError, match=r"attn_mask is a .*CausalBias"):
-        model[0](q[0], q[0], q[0], attn_mask=causal_lower_right(3, 3))
+        model[0](*torch.randn(3, 2, 3, 4).unbind(), attn_mask=causal_lower_right(3, 3))
 
 
 def test_subclasses_that_trace_or_wrap_are_served():

@@ -10,6 +10,8 @@ pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 from sigattn import flash, sigmoid_attention  # noqa: E402
+from tests.ops.cases import operands  # noqa: E402
+from tests.ops.truth import assert_as_good_as_formula  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -38,10 +40,6 @@ class Calls(torch.nn.Module):
         return [sigmoid_attention(query, key, value, enable_gqa=True, backend=backend, **n) for n in named]
 
 
-def operands(b, n, m, key_heads=4):
-    return tuple(torch.randn(b, h, s, 8) for h, s in ((4, n), (key_heads, m), (key_heads, m)))
-
-
 def arguments(b, n, m):
     """Return arguments where some queries see no key, and keys beyond the lengths are NaN."""
     visible = torch.rand(b, 1, n, m) > 0.4
@@ -49,7 +47,7 @@ def arguments(b, n, m):
     additive = torch.randn(b, 1, n, m).masked_fill(~visible, -torch.inf)
     lengths = torch.arange(m, m - b, -1)
     tensors = {"visible": visible, "additive": additive, "lengths": lengths}
-    return *operands(b, n, m), {**tensors, "bias": torch.randn(1, 4, 1, 1), "slopes": torch.rand(4)}
+    return *operands(n, m, b), {**tensors, "bias": torch.randn(1, 4, 1, 1), "slopes": torch.rand(4)}
 
 
 def dynamic(tensors):
@@ -71,8 +69,7 @@ def assert_equal_to_formula(program, calls, arguments):
         outs = session.run(None, dict(zip((i.name for i in session.get_inputs()), given, strict=True)))
         plain, exact = (reference(*a, backend="reference") for a in (args, double(args)))
         for name, out, same, truth in zip(calls, outs, plain, exact, strict=True):
-            error, allowed = ((t.double() - truth).abs().max() for t in (torch.from_numpy(out), same))
-            assert error <= 2 * allowed + 4 * torch.finfo(same.dtype).eps, (name, truth.shape, error)
+            assert_as_good_as_formula(torch.from_numpy(out), truth, same, 2.0, name)
 
 
 def test_options():
@@ -88,7 +85,7 @@ def test_options():
 def test_exported_first():
     """A torch.export program, which contains the op, is translated too; half precision, grouped heads."""
     calls = {"causal": {"is_causal": True}}
-    args = [(*(t.half() for t in operands(*lengths, 2)), {}) for lengths in LENGTHS]
+    args = [(*(t.half() for t in operands(n, m, b, key_heads=2)), {}) for b, n, m in LENGTHS]
     program = torch.export.export(Calls(*calls.values()), args[0], dynamic_shapes=dynamic({})).run_decompositions()
     assert any(node.target is torch.ops.sigattn.dense_forward.default for node in program.graph.nodes)
     assert_equal_to_formula(torch.onnx.export(program, dynamo=True, verbose=False), calls, args)
@@ -100,7 +97,7 @@ class Packed(torch.nn.Module):
 
 
 REFUSED = {
-    "dropout": (Calls({"dropout_p": 0.5}), (*operands(2, 7, 9), {}), r"dropout cannot be exported to ONNX: call eval"),
+    "dropout": (Calls({"dropout_p": 0.5}), (*operands(), {}), r"dropout cannot be exported to ONNX: call eval"),
     "packed": (Packed(), (torch.randn(9, 4, 8), torch.tensor([0, 4, 9])), r"cannot be exported to ONNX.*key_lengths"),
 }
 

@@ -7,16 +7,15 @@ from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem
+from tests.ops import cases
 from tests.ops.cases import HAS_LLVM
 
 BOTH = pytest.mark.parametrize("backend", ["blocked", *(["llvm"] if HAS_LLVM else [])])
 SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4])
 
 
-def operands(n=200, d=32, heads=4, key_heads=4, dtype=torch.float32, batch=2):
-    torch.manual_seed(0)
-    shapes = (batch, heads, n, d), (batch, key_heads, n, d), (batch, key_heads, n, d)
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+def operands(n=200, d=32, **sizes):
+    return [t.requires_grad_() for t in cases.operands(n, n, d=d, **sizes)]
 
 
 @BOTH
@@ -78,7 +77,7 @@ def test_the_output_can_be_changed_in_place(backend, n, key_heads):
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # PyTorch's, of restoring its own flags
 @pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 120), (torch.float32, 1000)])
 def test_onednn_is_switched_between_forward_and_backward(dtype, n):
-    leaves = operands(n, 128, 2, 2, dtype=dtype, batch=1)
+    leaves = operands(n, 128, heads=2, dtype=dtype, batch=1)
     bias = torch.full((2, 1, 1), -5.0)
     truth = [t.detach().double().requires_grad_() for t in leaves]
     expected = torch.autograd.grad(sigmoid_attention(*truth, bias=bias.double(), backend="reference").sum(), truth)

@@ -21,7 +21,7 @@ def formula(
     dtype = dtype or torch.float64
     q, k, v = (t.to(dtype) for t in (q, k, v))
     (batch, heads, n, d), m = q.shape, k.shape[2]
-    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    k, v = (t.repeat_interleave(heads // max(1, t.shape[1]), 1) for t in (k, v))
     visible = torch.ones(batch, heads, n, m, dtype=torch.bool)
     i, j = torch.arange(n)[:, None] + offset, torch.arange(m)[None, :]
     left, right = window or (-1, -1)
@@ -31,7 +31,7 @@ def formula(
         exists = torch.arange(m) < lengths[:, None]
         visible = visible & exists[:, None, None, :]
         k, v = (torch.where(exists[:, None, :, None], t, 0) for t in (k, v))
-    s = q @ k.mT * (scale if scale is not None else d**-0.5)
+    s = q @ k.mT * (scale if scale is not None else max(1, d) ** -0.5)
     if softcap:
         s = torch.tanh(s / softcap) * softcap
     if bias is None:
