@@ -30,6 +30,10 @@ def layer_norm(t):
     return F.layer_norm(t, (8,), eps=1e-6)
 
 
+def rms_norm(t):
+    return t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
 def test_feed_forward_layers():
     x, swiglu, mlp = torch.randn(3, 5), SwiGLU(5, 7), MLP(5, 7)
     gate, value = x @ swiglu.gate.weight.T, x @ swiglu.value.weight.T
@@ -39,35 +43,24 @@ def test_feed_forward_layers():
     torch.testing.assert_close(mlp(x), hidden @ mlp.output.weight.T + mlp.output.bias)
 
 
-@pytest.mark.parametrize("structure", ["pre", "hybrid", "post"])
-def test_norms_are_placed_as_the_paper_says(structure):
-    block = softmax_block(norm_placement=structure, init_values=0.5)
-    attention, x = block.attention, torch.randn(2, 5, 8)
-
-    def plain(t):
-        return t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-    if structure == "post":
-        y = plain(x + 0.5 * attention(x))
-        expected = plain(y + 0.5 * block.feed_forward(y))
-    else:
-        last = plain if structure == "hybrid" else lambda t: t
-        y = x + 0.5 * last(attention(plain(x)))
-        expected = y + 0.5 * last(block.feed_forward(plain(y)))
-    torch.testing.assert_close(block(x), expected)
-
-
-def test_hybrid_norms_have_no_parameters():
-    hybrid, pre = (sum(p.numel() for p in softmax_block(**o).parameters()) for o in ({"norm_placement": "hybrid"}, {}))
-    assert hybrid == pre
-
-
-def test_hybrid_attention_norms_the_attention_alone():
+@pytest.mark.parametrize(
+    ("structure", "norm"),
+    [("pre", rms_norm), ("hybrid", rms_norm), ("hybrid_attention", layer_norm), ("post", rms_norm)],
+)
+def test_norms_are_placed_as_the_paper_says(structure, norm):
     """App. ASR: "LayerScale after attention is replaced to LayerNorm", and kept on the feed-forward branch."""
-    block = Block(by_lengths(), MLP(8, 16), 8, norm_placement="hybrid_attention", norm="layer", init_values=0.5)
-    x, lengths = torch.randn(2, 5, 8), torch.tensor([5, 5])
-    y = x + layer_norm(block.attention(layer_norm(x), key_lengths=lengths))
-    torch.testing.assert_close(block(x, lengths), y + 0.5 * block.feed_forward(layer_norm(y)))
+    name = "layer" if norm is layer_norm else "rms"
+    block, x = softmax_block(norm_placement=structure, norm=name, init_values=0.5), torch.randn(2, 5, 8)
+    if structure == "post":
+        y = norm(x + 0.5 * block.attention(x))
+        expected = norm(y + 0.5 * block.feed_forward(y))
+    else:
+        branch, last = block.attention(norm(x)), norm if structure == "hybrid" else lambda t: t
+        y = x + (norm(branch) if structure == "hybrid_attention" else 0.5 * last(branch))
+        expected = y + 0.5 * last(block.feed_forward(norm(y)))
+    torch.testing.assert_close(block(x), expected)
+    if structure == "hybrid":  # its further norms have no parameters
+        assert len(list(block.parameters())) == len(list(softmax_block(init_values=0.5).parameters()))
 
 
 def test_post_norm_with_a_sigmoid_is_warned_of():
@@ -85,31 +78,27 @@ def test_stochastic_depth():
     assert (layer(torch.ones(5, 2)) == 1).all()
 
 
-def test_masked_batch_norm_is_batch_norm_of_what_is_there():
-    ours, truth = MaskedBatchNorm(3).double(), nn.BatchNorm1d(3).double()
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-7), (torch.bfloat16, 2**-8)])
+def test_masked_batch_norm_is_batch_norm_of_what_is_there(dtype, rtol):
+    """It counts and adds in float32 or better: the output is rounded to bfloat16 once."""
+    wide = torch.promote_types(dtype, torch.float32)
+    ours, truth = MaskedBatchNorm(3).to(wide), nn.BatchNorm1d(3).to(wide)
     with torch.no_grad():
         for norm in (ours, truth):
             norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0]))
             norm.bias.copy_(torch.tensor([0.0, 1.0, -1.0]))
-    x, lengths = torch.randn(4, 3, 7, dtype=torch.float64), torch.tensor([7, 2, 5, 0])
-    valid = (torch.arange(7) < lengths[:, None]).unsqueeze(1)
-    expected = truth(torch.cat([x[b, :, :n] for b, n in enumerate(lengths)], 1).T).T
+    x, lengths = (torch.randn(4, 3, 701) + 5).to(dtype), torch.tensor([701, 2, 500, 0])
+    valid = (torch.arange(701) < lengths[:, None]).unsqueeze(1)
+
+    def there(t):
+        return torch.cat([t[b, :, :n] for b, n in enumerate(lengths)], 1).to(wide)
+
     out = ours(x, valid)
-    torch.testing.assert_close(torch.cat([out[b, :, :n] for b, n in enumerate(lengths)], 1), expected)
+    assert out.dtype is dtype
+    torch.testing.assert_close(there(out), truth(there(x).T).T, rtol=rtol, atol=1e-5)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(ours, name), getattr(truth, name))
-    torch.testing.assert_close(ours.eval()(x, valid), truth.eval()(x))
-
-
-def test_masked_batch_norm_counts_and_adds_in_float32():
-    x, valid = torch.randn(3, 4, 701) + 5, torch.ones(3, 1, 701, dtype=torch.bool)
-    ours, truth = MaskedBatchNorm(4), nn.BatchNorm1d(4)
-    half = x.bfloat16()
-    out, expected = ours(half, valid), truth(half.float())
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=1e-5)  # the output's rounding alone
-    torch.testing.assert_close(ours.running_mean, truth.running_mean)
-    torch.testing.assert_close(ours.running_var, truth.running_var)
+    torch.testing.assert_close(ours.eval()(x, valid).to(wide), truth.eval()(x.to(wide)), rtol=rtol, atol=1e-5)
 
 
 def test_the_conformer_block_is_gulati_s():
