@@ -1,6 +1,6 @@
 """Launch cache: repeated calls are not prepared again, and use nothing of the first call's tensors.
 
-The tests in ``compiled/test_direct_launch.py`` have packed sequences as well.
+The tests in ``compiled/test_calls.py`` have packed sequences as well.
 """
 
 import functools

@@ -183,20 +183,6 @@ class TestRoundingToBfloat16:
         assert sigmoid_attention(one, one, one, bias=nan.view(3, 1), backend="llvm").isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"softcap": 2.0}, "it does not support softcap"),
-        ({"attn_mask": torch.zeros(5, 5, requires_grad=True)}, "it does not compute the gradient of attn_mask"),
-        ({"dtype": torch.float16}, "it is for float32 and bfloat16, not for float16"),
-    ],
-)
-def test_what_it_does_not_support_is_refused(options, reason):
-    q = torch.randn(1, 1, 5, 8, dtype=options.pop("dtype", torch.float32))
-    with pytest.raises(ValueError, match=f"backend 'llvm' does not support this call: {reason}"):
-        sigmoid_attention(q, q, q, backend="llvm", **options)
-
-
 def test_the_gradient_of_a_mask_is_not_lost_if_the_op_is_called_directly():
     t, mask = torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
     out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm", False)[0]

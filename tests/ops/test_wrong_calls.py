@@ -6,9 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
 
 import sigattn
 from sigattn import flash, sigmoid_attention
+from tests.ops.cases import HAS_LLVM
 
 META = torch.device("meta")
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 7)
@@ -27,6 +30,19 @@ def ones(*shape, dtype=torch.bool):
 
 statistics = partial(op, function=sigattn.attention_statistics)
 
+
+class Tagged(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def blocks(n=5, m=6, samples=None, heads=None):
+    return create_block_mask(lambda b, h, i, j: i >= j, samples, heads, n, m, device="cpu", BLOCK_SIZE=16)
+
+
+BLOCKS, TAGGED = blocks(), ones(5, 6).as_subclass(Tagged)
+
 # Nested tensors of the jagged layout
 LENGTHS, OTHERS = torch.tensor([0, 3, 10, 11]), torch.tensor([0, 4, 6, 12])
 
@@ -39,9 +55,9 @@ NESTED, OTHER, FEW, PADDED = nest(LENGTHS), nest(OTHERS), nest(LENGTHS, 2), torc
 GAPS = torch.nested.narrow(
     PADDED.transpose(1, 2).contiguous(), 1, LENGTHS[:3] // 4, LENGTHS[1:] // 2, layout=torch.jagged
 )
-with warnings.catch_warnings():  # PyTorch's, that this layout is a prototype
+with warnings.catch_warnings():  # PyTorch's, of prototypes
     warnings.simplefilter("ignore")
-    STRIDED = torch.nested.nested_tensor([PADDED[0]])
+    STRIDED, MASKED = torch.nested.nested_tensor([PADDED[0]]), torch.masked.masked_tensor(torch.zeros(5, 6), ones(5, 6))
 
 # Packed sequences of 5 rows, pages of 4 keys, and a cache of 16 keys of two samples, which no wrong call may change
 ROWS, STARTS = torch.randn(10, 4, 8), torch.tensor([0, 5, 10])
@@ -96,6 +112,10 @@ VALUES = [
     (op(ones(5, 5)), r"\(2, 4, 5, 6\).*attn_mask \(5, 5\)"),
     (op(ones(2, 6)), r"\(B, M\), pass attn_mask\[:, None, None, :\] or key_l"),
     (op(torch.ones(5, 6, device=META)), "query's device"),
+    (op(blocks(6, 6)), r"the BlockMask is for \(6, 6\) queries and keys, not for \(5, 6\)"),
+    (op(blocks(5, 6, 1, 3)), r"1 or 2 samples and 1 or 4 heads, got \(1, 3\)"),
+    (op(BLOCKS, backend="triton"), r"triton. does not support.*multiples of 128, not \(16, 16\)"),
+    (op(causal_upper_left(9, 9)), "CausalBias of 9 queries and 9 keys, but query and key have 5 and 6"),
     (op(bias=torch.zeros(5, 6)), "one per key as an additive attn_mask"),
     (op(bias=torch.zeros(4)), r"per head is \(Hq, 1, 1\)"),
     (op(bias=torch.zeros(1, device=META)), "query's device"),
@@ -114,6 +134,7 @@ VALUES = [
     (statistics(activation=None), "unknown activation None; choose one of .*'identity'$"),
     (statistics(Q[:, :, :0], K, V), "at least one query"),
     (statistics(key_lengths=torch.tensor([3, 7])), "0…6"),
+    (statistics(causal_upper_left(3, 3)), "CausalBias of 3 queries"),
     (partial(sigattn.log_length_bias, 0), "at least 1"),
     (op(NESTED, NESTED, NESTED, torch.ones(7, 7)), "attn_mask is not supported with nested tensors"),
     (op(NESTED, NESTED, NESTED, key_lengths=torch.tensor([1, 2, 3])), "offsets define the lengths"),
@@ -170,6 +191,7 @@ VALUES = [
     (dense_flash(sigmoid_bias=torch.zeros(3)), r"\(B,\) = \(2,\)"),
     (dense_flash(alibi_slopes=torch.ones(3)), r"slopes must be \(Hq,\), \(B, Hq\); got q \(2, 5"),
     (dense_flash(attn_mask=ones(5, 6)), r"attn_mask does not br.* = \(2, 4, 5, 5\)"),
+    (dense_flash(attn_mask=BLOCKS), r"the BlockMask is for \(5, 6\)"),
     (partial(flash.flash_attn_qkvpacked_func, Q), r"\(batch, length, 3, heads, head_dim\)"),
     (partial(flash.unpad_input, V, torch.ones(2, 3) > 0), r"must be \(B, L\) = \(2, 4\)"),
     (partial(flash.pad_input, V, torch.tensor([0]), 2, 3), r"must be \(total,\) = \(2,\)"),
@@ -186,6 +208,9 @@ TYPES = [
     (op(normalize=1), "normalize must be True or False, got 1"),
     (op(ones(5, 6, dtype=torch.int32)), "bool"),
     (op([[True]]), "attn_mask must be a tensor"),
+    (op(Q[0], K[0], V[0], BLOCKS), "of 4 dimensions"),
+    (op(TAGGED), "attn_mask is a .*Tagged"),
+    (op(MASKED), "attn_mask is a .*MaskedTensor"),
     (op(bias=FLOAT8), "of 16 bits and more"),
     (op(bias="-log n"), "bias, if not a tensor, must be a number"),
     (op(window=3), r"window must be a pair \(left, right\), got 3"),
@@ -195,15 +220,18 @@ TYPES = [
     (op(softcap=True), "softcap must be a number"),
     (op(key_lengths=torch.tensor([3.0, 4.0])), "integers"),
     (op(scale=True), "scale must be a number, got True"),
-    (op(scale="auto"), "scale must be a number"),
     (op(scale=LEAF), "scale would lose its gradient"),
     (statistics(is_causal=None), "is_causal must be True or False"),
+    (statistics(BLOCKS), "attn_mask must be a tensor, .*, got BlockMask"),
+    (statistics(TAGGED), "attn_mask is a .*Tagged"),
+    (statistics(bias="1"), "bias, if not a tensor, must be a number"),
     *((partial(sigattn.log_length_bias, n), "int or a tensor") for n in (1.5, "8", True)),
     (op(NESTED, PADDED, PADDED), "must all be nested, or none of them; key is not"),
     (op(STRIDED, STRIDED, STRIDED), "layout=torch.jagged"),
     (packed(starts=(STARTS / 1, STARTS)), "cu_seq_q must be a"),
     (packed_flash(starts=(STARTS / 1, STARTS)), "cu_seqlens_q must be a tensor of integers"),
     (packed_flash(longest=(torch.tensor([5]), 5)), "max_seqlen_q must be an integer"),
+    (packed_flash(attn_mask=BLOCKS), "attn_mask must be a tensor, bool"),
     (paged([[0.0, 1.0]] * 2), "block_table must be a tensor of integers"),
     (cached(bias=None), "bias must be the number or tensor that the model was trained"),
     (cached(is_causal="no"), "is_causal must be True or False, got 'no'"),
@@ -224,6 +252,13 @@ WITHOUT_GRADIENT = [
     (cached_flash(TOKEN * LEAF), "has no gradient"),
     (cached_flash(attn_mask=LEAF.expand(1, 5)), "has no gradient"),
 ]
+if HAS_LLVM:
+    GRADIENT = "llvm' does not support this call: it does not compute the gradient of attn_mask"
+    VALUES += [
+        (op(softcap=2.0, backend="llvm"), "llvm' does not support this call: it does not support softcap"),
+        (op(torch.zeros(5, 6, requires_grad=True), backend="llvm"), GRADIENT),
+        (op(*(t.half() for t in (Q, K, V)), backend="llvm"), "it is for float32 and bfloat16, not for float16"),
+    ]
 TABLES = {ValueError: VALUES, TypeError: TYPES, RuntimeError: WITHOUT_GRADIENT}
 
 

@@ -182,7 +182,7 @@ _AMD = _table("""
 
 # Cached launches start their compiled kernels directly (launch_cache.py), not through Triton, which binds and
 # specialises every argument again (some 30 µs of the CPU's time): with the versions of Triton on which
-# tests/ops/compiled/test_direct_launch.py has shown that both pass the same arguments.
+# tests/ops/compiled/test_calls.py has shown that both pass the same arguments.
 DIRECT_LAUNCH = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
 
 # Weights (B · Hq · N · M) from which on TMA and the Gluon kernels are used. A descriptor takes some 10 µs of host time
