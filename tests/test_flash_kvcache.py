@@ -52,7 +52,7 @@ class Call:
         self.options = {"causal": r.either(), "normalize": r.either()}
         self.options["softcap"] = 0.0 if backend == "llvm" else r.some(0.0, 0.0, 0.7, 15.0)
         self.window, self.scale = r.some((-1, -1), (r.randint(-1, 40), r.randint(-1, 40))), r.some(None, 0.3)
-        self.splits = r.some(0, 1, 3)
+        self.splits = r.some(0, 1, 3, 100)  # more than there are keys
 
     def cache_of(self, rows, lengths, dtype):
         """Return a cache with the first rows of each sample, and NaN in all other slots."""
@@ -136,6 +136,7 @@ class Call:
 def test_every_option(backend, number):
     call = Call(number, backend)
     out, ours = call.run()
+    assert call.device == "cpu" or torch.equal(call.run()[0], out)
     (truth, caches), (rough, _) = call.expected(torch.float64), call.expected(call.dtype)
     magnitude = (max(call.held) + call.added + 1) * 8 * (1 + max(1.0, truth.abs().max().item()))
     if call.dtype in (torch.bfloat16, torch.float16):
@@ -196,19 +197,6 @@ def test_rotary_tables_need_only_the_positions_used():
     assert torch.equal(call(8, True), call(9, True))
     with pytest.raises(ValueError, match=r"does not contain the positions \d … 7;"):
         call(7, True)
-
-
-def test_results_repeat_bitwise_for_any_number_of_splits():
-    q, (k, v) = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 500, 2, 16).unbind()
-    device = device_of("triton")
-    q, k, v = (t.to(device) for t in (q, k, v))
-
-    def run(splits):
-        return flash_attn_with_kvcache(q, k, v, sigmoid_bias=-6.0, num_splits=splits, backend="triton")
-
-    assert torch.equal(run(0), run(0))
-    for splits in (1, 5, 100):
-        torch.testing.assert_close(run(splits), run(0))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -129,6 +129,8 @@ class Case:
             return randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
         if self.layout == "strided":
             return randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+        if self.layout == "odd addresses":  # pairs of bfloat16 are read at even ones
+            return randn(*shape[:-1], shape[-1] + 1)[..., 1:]
         return randn(1, 1, *shape[2:]).expand(shape)
 
     def options(self, given, lengths):
@@ -221,7 +223,7 @@ def random_case(number, interpreted=False):
         mask=r.some(None, mask),
         slopes=r.some(None, None, None, "head", "sample", "sides", "all"),
         lengths=r.some(True, False, False),
-        layout=r.some("contiguous", "length first", "strided", "expanded", "negated"),
+        layout=r.some("contiguous", "length first", "strided", "odd addresses", "expanded", "negated"),
         seed=r.randrange(1 << 30),
         softcap=r.some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,

@@ -7,7 +7,6 @@ from sigattn import sigmoid_attention
 from sigattn.ops.triton import kernel_args
 from tests.ops.cases import (
     COMPLETE,
-    SUPPORTING,
     Case,
     device_of,
     nan_filled_memory,
@@ -107,11 +106,6 @@ def test_output_and_gradients_of_triton_match_the_formula(way, number):
     """In large tiles, interpreted: test_any_call_is_cached."""
     number += 1000 * (way == "tuned")  # other calls
     check_written(random_case(number, interpreted=not torch.cuda.is_available()), "triton", way)
-
-
-@pytest.mark.parametrize("backend", [*SUPPORTING, None])
-def test_the_default_bias_counts_the_keys_of_each_sample(backend):
-    check(Case((3, 1, 2, 5, 9, 8, 8), torch.float32, False, None, None, None, None, None, True, "strided", 2), backend)
 
 
 BLOCKED, TRITON = (1, 1, 2, 300, 4500, 16, 24), (1, 1, 1, 150, 170, 64, 64)

@@ -246,18 +246,16 @@ def test_which_calls_these_kernels_serve(simulated, monkeypatch, call):
     assert {name for name in simulated.started if name.startswith("hopper")} == served
 
 
-@pytest.mark.parametrize("needs", [(True, True, False), (True, True, True, True)])
-def test_other_gradients_than_those_of_the_operands_take_two_kernels(simulated, monkeypatch, needs):
-    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp"))
-    check_backward(*problem_of(70, 70, True, torch.bfloat16, d=64), needs=needs)
-    assert not simulated.started
+OPERANDS = (True, True, True)
+# key heads: one tile for two multiprocessors, or two; is_causal: half of their keys are hidden; gradients needed
+BACKWARD_PASSES = [
+    *((key_heads, causal, OPERANDS) for key_heads in (1, 2) for causal in (False, True)),
+    *((2, False, needs) for needs in ((True, True, False), (*OPERANDS, True))),
+]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_few_tiles_take_two_kernels(simulated, monkeypatch, causal):
-    """One tile for two multiprocessors; or two, if half of their keys are hidden."""
+@pytest.mark.parametrize(("key_heads", "causal", "needs"), BACKWARD_PASSES)
+def test_which_backward_passes_take_one_kernel(simulated, monkeypatch, key_heads, causal, needs):
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FUSED, HopperConfig(64, 3, "rcp", min_fill=0.85))
-    check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64))
-    assert not simulated.started
-    check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64, key_heads=2))
-    assert bool(simulated.started) != causal
+    check_backward(*problem_of(70, 70, causal, torch.bfloat16, d=64, key_heads=key_heads), needs=needs)
+    assert bool(simulated.started) == ((key_heads, causal, needs) == (2, False, OPERANDS))

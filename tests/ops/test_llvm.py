@@ -75,39 +75,36 @@ def test_output_and_gradients_match_the_formula(compile_for, processor, number):
         check(served(case), "llvm")
 
 
-@pytest.mark.usefixtures("two_threads")
+# blocks of queries and of keys, head sizes of several microtiles, query heads that share a key head
+TILES = ((1, 1, 2, 391, 270, 80, 144), (1, 2, 391, 1), True, "length first")
+# more threads than heads: keys are divided, and queries, because the memory for the gradients of each split is limited
+SPLITS = ((1, 2, 1, 203, 203, 16, 16), (1, 2, 203, 1), False, "contiguous")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "causal", "window", "most_saved"),
+    ("sizes", "threads", "dtype", "causal", "window", "most_saved"),
     [
-        (torch.float32, False, None, 10**6),
-        (torch.float32, True, (130, 40), 0),
-        (torch.bfloat16, True, (130, 40), 10**6),
+        (TILES, 2, torch.float32, False, None, 10**6),
+        (TILES, 2, torch.float32, True, (130, 40), 0),
+        (TILES, 2, torch.bfloat16, True, (130, 40), 10**6),
+        (SPLITS, 7, torch.float32, True, None, 0),
+        (SPLITS, 2, torch.bfloat16, True, None, 0),
+        (SPLITS, 2, torch.float32, True, None, 10**6),
+        (SPLITS, 7, torch.bfloat16, True, None, 10**6),
     ],
 )
-def test_sizes_that_cross_the_tiles(causal, window, dtype, most_saved, monkeypatch):
-    """Blocks of queries and of keys, head sizes of several microtiles, query heads that share a key head."""
-    monkeypatch.setattr(calls, "MAX_SAVED", most_saved)
-    shape, bias = (1, 1, 2, 391, 270, 80, 144), (1, 2, 391, 1)
-    case = Case(shape, dtype, causal, None, window, bias, None, "sides", True, "length first", 5)
-    with nan_filled_memory():
-        check(case, "llvm", repeats=1)
-
-
-@pytest.mark.parametrize(
-    ("threads", "dtype", "most_saved"),
-    [(7, torch.float32, 0), (2, torch.bfloat16, 0), (2, torch.float32, 10**6), (7, torch.bfloat16, 10**6)],
-)
-def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, most_saved, monkeypatch):
-    """And queries, because memory for the gradients that each split of the keys has of its own is limited."""
-    for module, name, value in ((plan, "_ONE_THREAD", 0), (plan, "_SUMS", 0), (calls, "MAX_SAVED", most_saved)):
+def test_sizes_that_cross_tiles_and_splits(sizes, threads, dtype, causal, window, most_saved, monkeypatch):
+    limits = ((plan, "_ONE_THREAD"), (plan, "_SUMS")) if sizes is SPLITS else ()
+    for module, name, value in ((calls, "MAX_SAVED", most_saved), *((*limit, 0) for limit in limits)):
         monkeypatch.setattr(module, name, value)
+    shape, bias, lengths, layout = sizes
+    case = Case(shape, dtype, causal, None, window, bias, None, "sides", lengths, layout, 5)
     plan.make_plan.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case = Case((1, 2, 1, 203, 203, 16, 16), dtype, True, None, None, (1, 2, 203, 1), None, "sides", False,
-                    "contiguous", 5)  # fmt: skip
-        check(case, "llvm", repeats=1)
+        with nan_filled_memory():
+            check(case, "llvm", repeats=1)
     finally:
         torch.set_num_threads(before)
         plan.make_plan.cache_clear()
@@ -135,18 +132,6 @@ def test_lengths_outside_of_the_keys_are_limited(length, dtype):
         gradients = llvm.backward(problem, q, result, NeedsGrad(True, True, True, False, False, False))
         results.append([result.out, *gradients[:3]])
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_at_any_address(dtype):
-    """Pairs of bfloat16 are read at even distances only."""
-    q, k, v = (torch.randn(2, 3, 9, 65).to(dtype)[..., 1:].requires_grad_() for _ in range(3))
-    results = []
-    for inputs in ((q, k, v), [t.detach().clone().requires_grad_() for t in (q, k, v)]):
-        out = sigmoid_attention(*inputs, bias=-1.0, backend="llvm")
-        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
-    for mine, expected in zip(*results, strict=True):
-        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
