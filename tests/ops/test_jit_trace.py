@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+import sigattn
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models import LanguageModel, LanguageModelConfig
@@ -36,6 +37,7 @@ def test_other_lengths(options, shapes, backend, grad):
         lambda query, key: sigmoid_attention(query, key, key, backend=backend, **options),
         (query.requires_grad_(grad), key),
     )
+    assert ("sigattn::" in str(traced.graph)) == (backend is None)  # the formula is recorded in PyTorch's operators
     for n, m in ((5, 30), (300, 700)):
         query, key = operands(n, m, **shapes)
         truth = sigmoid_attention(query.double(), key.double(), key.double(), backend="reference", **options)
@@ -43,12 +45,27 @@ def test_other_lengths(options, shapes, backend, grad):
         assert_as_good_as_formula(traced(query, key), truth, plain, 2.0)
 
 
-def test_the_older_onnx_exporter_is_an_error():
-    """It uses torch.jit.trace and has no translation of the op."""
-    pytest.importorskip("onnx")
-    traced = torch.jit.trace(lambda query, key: sigmoid_attention(query, key, key), operands(7, 9))
+def test_exporters_of_traces_take_the_formula():
+    """The older exporter to ONNX does, as OpenVINO's converter of modules; neither has a translation of the op."""
+    runtime = pytest.importorskip("onnxruntime")
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value):
+            return sigmoid_attention(query, key, value, is_causal=True, normalize=True)
+
+    attention, (query, key) = Layer(), operands(7, 9)
     with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::dense_forward"):
-        torch.onnx.export(traced, operands(7, 9), io.BytesIO(), dynamo=False)
+        torch.onnx.export(attention, (query, key, key), io.BytesIO(), dynamo=False)
+    file, lengths = io.BytesIO(), {"query": {2: "n"}, "key": {2: "m"}, "value": {2: "m"}}
+    with sigattn.backend("reference"):
+        torch.onnx.export(
+            attention, (query, key, key + 1), file, dynamo=False, input_names=[*lengths], dynamic_axes=lengths
+        )
+    session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    query, key = operands(5, 30)
+    out = session.run(None, {"query": query.numpy(), "key": key.numpy(), "value": key.numpy()})[0]
+    truth = attention(query.double(), key.double(), key.double())
+    assert_as_good_as_formula(torch.from_numpy(out), truth, attention(query, key, key), 2.0)
 
 
 def test_a_cache_is_traced_for_any_length():

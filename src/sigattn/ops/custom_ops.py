@@ -87,7 +87,8 @@ class Operator(Generic[P]):
         keys_per_query: for the FLOP counter, given a problem with shapes as tensors.
         formula_unavailable: as ``Backend.unavailable``.
         traced_formula: the formula of a problem's fields in operators that a graph of any size holds, called instead of
-            the op in compiled graphs with the backend "reference" and in exports to ONNX. Without it, these raise.
+            the op in compiled and traced graphs with the backend "reference" and in exports to ONNX. Without it, these
+            raise.
         vmap_rules: rules for both ops.
     """
 
@@ -153,7 +154,7 @@ class Operator(Generic[P]):
         """Return the output of a problem; raise ValueError if ``backend`` does not support it."""
         backend = self.choose(problem, backend)
         tensors: tuple[Any, ...] = problem[: self.num_tensors]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             if backend == "reference" and self.traced_formula is not None:
                 return self.traced_formula(*problem)  # PyTorch's operators in the graph, not the op
         elif backend != "reference" and autograd.can_bypass_dispatcher(tensors):

@@ -83,7 +83,7 @@ def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> Re
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
     """Yield the first row and the end of each block of rows, so that the weights of a block fit ``_BLOCK_BYTES``."""
     batch, heads, n, _ = problem.query.shape
-    if torch.compiler.is_compiling():  # the number of blocks would fix the length in the program
+    if torch.compiler.is_compiling() or torch._C._is_tracing():  # the number of blocks would fix the length in the program
         yield 0, n
         return
     step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
@@ -137,7 +137,7 @@ def masked_logits(
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     positions = (p.query_offset, p.query_offset + p.query.shape[2])
     columns = (0, p.key.shape[2])
-    logits = scale_of(p) * p.query.to(wide) @ key.mT
+    logits = scale_of(p) * p.query.to(wide) @ key.transpose(-1, -2)
     visible = band(p.left, p.right, positions, columns, logits.device).expand(logits.shape)
     if p.key_lengths is not None:
         visible = visible & _exists(p)[:, None, None, :]
