@@ -62,7 +62,6 @@ TIMES = ("ms", "median_ms", "microseconds", "tokens_or_images_per_second")
 
 
 def configuration(name):
-    """Return the class of a benchmark's configuration."""
     (kind,) = filter(dataclasses.is_dataclass, typing.get_type_hints(BENCHMARKS[name]).values())
     return kind
 

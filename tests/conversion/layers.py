@@ -26,8 +26,6 @@ def replace(model, example=None, **options):
 
 
 class SoftmaxOperators(TorchDispatchMode):
-    """Notes the operators that compute a softmax."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -44,7 +42,6 @@ def converted(name, kind, call=SDPA):
 
 
 def changed(model, change):
-    """Return a model after a change, which is a function of it."""
     change(model)
     return model
 
@@ -98,8 +95,6 @@ class Attend(nn.Module):
 
 
 class Both(nn.Module):
-    """Attention that can be converted, and another layer."""
-
     def __init__(self, second):
         super().__init__()
         self.first, self.second = Attend(), second

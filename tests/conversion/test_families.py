@@ -75,7 +75,6 @@ ATTENTION = (Attention, SigmoidMultiheadAttention)
 
 
 def output_of(model, batch):
-    """Return the first output, with the same random numbers each time."""
     torch.manual_seed(1)
     out = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
     return out if isinstance(out, torch.Tensor) else out[0]
@@ -236,8 +235,6 @@ def test_a_layer_whose_output_is_zero_at_first():
 
 
 class Gated(Attend):
-    """Attention, and a softmax that is none, in one layer."""
-
     def forward(self, x):
         return super().forward(x) * x.softmax(-1)
 
@@ -250,8 +247,6 @@ class Experts(nn.Linear):
 
 
 class Inside(Attend):
-    """Attention with such a layer inside."""
-
     def __init__(self):
         super().__init__()
         self.experts = Experts(16, 16)
@@ -278,8 +273,6 @@ def test_a_softmax_that_is_no_attention_stays_and_the_rest_is_restored_with_an_e
 
 
 class Unreplaceable(nn.Module):
-    """A softmax that cannot be replaced: called as an operator."""
-
     def forward(self, x):
         return torch.ops.aten._softmax(x @ x.mT, -1, False) @ x
 

@@ -80,8 +80,6 @@ def of_transformers(kind):
 
 
 class ByMethod(Attend):
-    """The same by a method, with another attention inside."""
-
     def __init__(self):
         super().__init__()
         self.inner = Attend()
@@ -94,8 +92,6 @@ class ByMethod(Attend):
 
 
 class Transposed(Written):
-    """With heads in another dimension."""
-
     def weights(self, logits):
         return super().weights(logits.transpose(1, 2)).transpose(1, 2)
 

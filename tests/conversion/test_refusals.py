@@ -82,8 +82,6 @@ class Stack(nn.Sequential):
 
 
 class Mixture(Written):
-    """With a second softmax, which is no attention's, in its forward."""
-
     def forward(self, x, mask=None):
         return super().forward(x, mask) * F.softmax(self.out.bias, dim=-1)
 
@@ -94,8 +92,6 @@ class OverQueries(Written):
 
 
 class Routed(Written):
-    """With a router inside, which keeps its softmax."""
-
     def __init__(self):
         super().__init__()
         self.router = nn.Sequential(nn.Linear(16, 4), nn.Softmax(-1))

@@ -223,7 +223,6 @@ def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recor
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: -2.0, BatchLengthBias, lambda: LearnableBias(-1.0, 4)])
 def test_a_model_of_this_library_is_saved_as_sigmoid(make, tmp_path):
-    """Its configuration names the bias."""
     model, tokens = language().eval(), TOKENS[0]
     softmax = model(tokens)
     replace(model, bias=make())

@@ -72,8 +72,6 @@ class Mixer(nn.Module):
 
 
 def mixer(mix=None, base=Mixer, **attributes):
-    """Make a class of mixers with a method ``mix``, and attributes that functions return."""
-
     def init(self):
         base.__init__(self)
         for attribute, make in attributes.items():
@@ -110,8 +108,6 @@ class Fused(Mixer):
 
 
 class Projected(Mixer):
-    """Calls a method of the layer inside, not its forward."""
-
     class Inner(Fused):
         def forward(self, x):
             raise AssertionError
@@ -125,8 +121,6 @@ class Projected(Mixer):
 
 
 class Helper:
-    """No layer, and no module."""
-
     @staticmethod
     def static(q, k, v):
         return fused(q, k, v)
@@ -139,8 +133,6 @@ class Helper:
 
 
 class Processor:
-    """As those of diffusers."""
-
     def __call__(self, q, k, v):
         return fused(q, k, v)
 
@@ -173,6 +165,8 @@ SERVED = {
     "a held object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=Processor),
     "a new object": mixer(lambda self, q, k, v: Processor()(q, k, v)),
     "a layer inside": Projected,
+    "one key head": mixer(lambda self, q, k, v: attend(torch.cat([q, -q], 1), k, v).mean(1, True)),
+    "five dimensions": mixer(lambda self, q, k, v: attend(q[:, None], k[:, None], v[:, None])[:, 0]),
 }  # fmt: skip
 
 
@@ -454,8 +448,6 @@ def test_attention_that_the_example_does_not_call():
 
 
 class OwnHook(nn.Identity):
-    """Its hook is a method that was bound before the conversion."""
-
     def __init__(self):
         super().__init__()
         self.register_forward_hook(self.attend)

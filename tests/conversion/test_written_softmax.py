@@ -12,8 +12,6 @@ from tests.conversion.layers import Written
 
 
 class Merged(Written):
-    """With samples and heads in one dimension."""
-
     def weights(self, logits):
         return torch.bmm(
             super().weights(logits.flatten(0, 1)),

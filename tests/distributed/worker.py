@@ -45,15 +45,12 @@ def setting(kind):
 
 
 class FirstProcessOnly(TextData):
-    """All samples of a batch belong to the first process."""
-
     def batch(self, step, size, seed, shard=(0, 1)):
         batch = super().batch(step, size, seed)
         return batch if shard[0] == 0 else PlaceholderBatch(t[:1] for t in batch)
 
 
 def interrupt(at, row):
-    """Press Ctrl-C after a step."""
     if row["step"] == at:
         signal.raise_signal(signal.SIGINT)
 

@@ -114,7 +114,6 @@ def test_smoke_scale(name, tmp_path, whole_folder, request):
 
 
 def stored_rows(folder):
-    """Return the data of a page."""
     return [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
 
 
@@ -343,8 +342,6 @@ def test_workers_end_with_a_killed_parent():
 
 
 class TestExtend:
-    """Seeds added to a stored page."""
-
     def run(self, name, folder, seeds, stored=None, log=lambda _: None, **more):
         """Run an experiment and write its page into a folder; return its rows of data and its page."""
         experiment = find_experiment(name)
@@ -410,8 +407,6 @@ class TestExtend:
 
 
 class TestCommittedPages:
-    """docs/results and the counts in docs/reproduce.md."""
-
     folder = Path(__file__).parents[2] / "docs" / "results"
 
     def test_findings_follow_from_the_data(self, tmp_path):

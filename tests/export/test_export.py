@@ -245,8 +245,6 @@ def test_layers():
 
 
 class Layer(torch_nn.Module):
-    """Layer that calls PyTorch's attention function."""
-
     def __init__(self, **options):
         super().__init__()
         self.projection = torch_nn.Linear(E, E)

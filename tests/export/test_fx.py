@@ -14,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 class Heads(nn.Module):
-    """Self-attention by a given function."""
-
     def __init__(self, function=F.scaled_dot_product_attention, **options):
         super().__init__()
         self.projection, self.function, self.options = nn.Linear(16, 48), function, options

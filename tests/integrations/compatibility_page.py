@@ -16,12 +16,10 @@ SHOWN = ("exact", "refused")
 
 
 def data_of(section: str) -> Path:
-    """Return the file that holds the results of a section."""
     return DOCS / "compatibility" / f"{section}.json"
 
 
 def results(section: str) -> dict[str, dict[str, Any]]:
-    """Return the results of a section by architecture."""
     return {row["architecture"]: row for row in json.loads(data_of(section).read_text())["results"]}
 
 
@@ -40,14 +38,12 @@ def write(section: str, library: str, rows: list[dict[str, Any]]) -> None:
 
 
 def section_of_page(section: str) -> str:
-    """Return what stands between a section's markers in the page."""
     found = _between_markers(section).search(PAGE.read_text())
     assert found is not None
     return found[0]
 
 
 def table(section: str) -> str:
-    """Return a section's summary and table, as Markdown."""
     data = json.loads(data_of(section).read_text())
     rows = data["results"]
     counts = Counter(row["status"] for row in rows)

@@ -154,7 +154,6 @@ def group(name: str) -> tuple[Group, int]:
 
 
 def groups(names: list[str]) -> dict[Group, list[str]]:
-    """Return the names of each group that has a softmax, the smallest model first."""
     found: dict[Group, list[tuple[int, str]]] = defaultdict(list)
     for name in names:
         key, parameters = group(name)
@@ -164,7 +163,6 @@ def groups(names: list[str]) -> dict[Group, list[str]]:
 
 
 def row(members: list[str]) -> dict[str, Any]:
-    """Return the result of a group: its smallest model's."""
     name = members[0]
     try:
         verdict, layers, remaining = outcome(name, **SMALLER.get(name.removesuffix("_enc"), {}))
@@ -177,7 +175,6 @@ def row(members: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Sweep, print each result, and fail if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--write", action="store_true")

@@ -534,7 +534,6 @@ def write(results):
 
 
 def main():
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="default: all of the registry")
     parser.add_argument("--convert", action="store_true", help="convert softmax models")

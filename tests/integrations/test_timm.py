@@ -52,15 +52,13 @@ def test_vision_transformers(name):
 
 
 SAMPLE = {  # name: options, verdict, layers
-    "test_vit3": ({}, "exact", "Attention, AttentionPoolLatent"),
+    "test_vit3": ({"img_size": 48, "size": (3, 48, 48)}, "exact", "Attention, AttentionPoolLatent"),
     "vit_pwee_patch16_reg1_gap_256": ({"depth": 2, "embed_dim": 64, "num_heads": 2}, "exact", "ParallelScalingBlock"),
     "xcit_nano_12_p16_224": ({"depth": 2, "cls_attn_layers": 1}, "exact", "ClassAttn, XCA"),
     SWIN: ({"depths": (1, 2), "num_heads": (1, 2), "embed_dim": 16}, "exact", "WindowAttention"),
     "hiera_tiny_224": ({"embed_dim": 16, "stages": (1, 1, 1, 1)}, "exact", "MaskUnitAttention"),
-    "nest_tiny": ({"img_size": 32, "size": (3, 32, 32)}, "exact", "Attention"),
-    "mobilenetv4_hybrid_medium_075": ({"size": (3, 64, 64)}, "exact", "MultiQueryAttention2d"),
     "cait_xxs24_224": ({"depth": 2}, "exact", "ClassAttn, TalkingHeadAttn"),
-    "levit_128s": ({}, "exact", "Attention, AttentionDownsample"),
+    "levit_128s": ({"img_size": 32, "size": (3, 32, 32)}, "exact", "Attention, AttentionDownsample"),
     # adds weights of positions to those of products
     "convit_tiny": ({"depth": 2, "local_up_to_layer": 1, "img_size": 32, "size": (3, 32, 32)}, "exact", "GPSA, MHSA"),
     "skresnet18": ({"size": (3, 64, 64)}, "refused", "SelectiveKernelAttn"),
@@ -92,8 +90,8 @@ def test_the_sweep_finds_a_layer_that_is_missed_and_another_bias(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(modules, "find_softmax", lambda *arguments: find(*arguments)[:-1])
         with pytest.raises(AssertionError, match="1 softmaxes are not listed"):
-            outcome("test_vit3")
+            outcome("test_vit3", **SAMPLE["test_vit3"][0])
     wrong = lambda *arguments, bias=None, **options: sigmoid_attention(*arguments, bias=0.0, **options)  # noqa: E731
     monkeypatch.setattr(sigmoid_layer, "sigmoid_attention", wrong)
     with pytest.raises(AssertionError, match="error"):
-        outcome("test_vit3")
+        outcome("test_vit3", **SAMPLE["test_vit3"][0])

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLE = (
     "bloom",  # writes its softmax out, with ALiBi
     "clip",  # composite
+    "convbert",  # a convolution's kernel keeps its softmax
     "deberta-v2",  # writes its softmax out, and its mask after it
     "deepseek_v4",  # appends numbers to its masks
     "deepseek_v32",  # selected keys
@@ -23,6 +24,7 @@ SAMPLE = (
     "longt5",  # local attention of its own
     "nystromformer",  # refused
     "patchtsmixer",  # a gate
+    "sew-d",  # a softmax with a backward pass of its own
     "siglip",  # nn.MultiheadAttention
     "splinter",  # supports no SDPA, and has a wrong is_causal
     "squeezebert",  # a module multiplies its weights

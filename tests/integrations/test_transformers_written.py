@@ -1,6 +1,7 @@
 """Models of transformers whose layers write their softmax out, use PyTorch's layer, or have attention sinks."""
 
 import copy
+import importlib
 import re
 
 import pytest
@@ -13,7 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn import convert
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers.configured import CONFIGURED
 from tests.integrations import tiny_transformers as tiny
 from tests.integrations.small_models import model_of, replaced
 
@@ -50,65 +50,6 @@ def test_chosen_saved_loaded_and_chosen_away(kind, tmp_path):
         eager = model_of(kind, "eager")
         eager.load_state_dict(model.state_dict())
         assert torch.equal(logits(other), logits(eager))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_a_softmax_with_a_backward_pass_of_its_own(normalize, tmp_path, monkeypatch):
-    """That of SEW-D, compared with the formula of its own logits in float64."""
-    modeling = pytest.importorskip("transformers.models.sew_d.modeling_sew_d")
-    config = tiny.tiny_config(CONFIG_MAPPING["sew-d"], sigmoid_bias=-2.0, sigmoid_normalize=normalize)
-    model = tiny.build(config, "sigmoid")
-    model.save_pretrained(tmp_path)
-    layer = next(m for m in AutoModel.from_pretrained(tmp_path).modules() if isinstance(m, CONFIGURED))
-    reference = copy.deepcopy(next(m for m in model.modules() if isinstance(m, CONFIGURED))).double()
-    reference.__class__ = modeling.DisentangledSelfAttention
-    x, mask = torch.randn(2, 9, config.hidden_size), MASK[:, None, None] * MASK[:, None, :, None]
-    positions = {"rel_embeddings": torch.randn(2 * reference.pos_ebd_size, config.hidden_size)}
-    found = layer(x, mask, **positions)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        layer.query_proj.weight.mul_(20)  # logits of several nats
-        reference.load_state_dict(layer.state_dict())
-
-    class Formula:
-        @staticmethod
-        def apply(logits, mask, _):
-            weights = torch.where(mask.bool(), (logits - 2).sigmoid(), 0)
-            return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) if normalize else weights
-
-    found = layer(x, mask, **positions)
-    monkeypatch.setattr(modeling, "XSoftmax", Formula)
-    expected = reference(x.double(), mask, **{n: t.double() for n, t in positions.items()})
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
-    if isinstance(found, tuple):  # the oldest transformers that is supported returns the output alone
-        assert not found[1][~mask.bool().expand_as(found[1])].any()
-    grads, truth = (
-        torch.autograd.grad(out[0].square().sum(), [*m.parameters()])
-        for out, m in ((found, layer), (expected, reference))
-    )
-    for ours, theirs in zip(grads, truth, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
-
-
-def test_the_softmax_of_a_convolution_s_kernel_stays():
-    """ConvBERT's: attention is sigmoid attention, and half of a layer's width does not depend on it."""
-    model = tiny.build(tiny.tiny_config(CONFIG_MAPPING["convbert"]), "eager")
-    softmax = copy.deepcopy(model)
-    model.set_attn_implementation("sigmoid")
-    model.config.sigmoid_bias = -1.0
-    assert sigmoid.check(model, input_ids=IDS) == len(replaced(model)) == 2
-    x, layer = torch.randn(2, 9, model.config.hidden_size), softmax.encoder.layer[0].attention.self
-    query, key, value = (
-        linear(x).unflatten(-1, (-1, layer.attention_head_size)).transpose(1, 2)
-        for linear in (layer.query, layer.key, layer.value)
-    )
-    weights = (query @ key.mT / layer.attention_head_size**0.5 - 1).sigmoid()
-    found, kept = (m.encoder.layer[0].attention.self(x)[0].chunk(2, -1) for m in (model, softmax))
-    torch.testing.assert_close(found[0], (weights @ value).transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
-    assert torch.equal(found[1], kept[1])
-    with pytest.raises(ValueError, match="compute a softmax"):
-        sigmoid.check(softmax, input_ids=IDS)
 
 
 class TestReplacedLayers:
@@ -184,32 +125,26 @@ class TestRefused:
         ):
             tiny.build(tiny.tiny_config(CONFIG_MAPPING["rwkv"]), "sigmoid")
 
-    def test_layers_of_other_packages_are_not_known(self):
-        class OtherAttention(torch.nn.Module):
-            def forward(self, x):
-                return (x @ x.mT).softmax(-1) @ x
-
-        model = model_of("bloom")
-        model.transformer.h[0].extra = OtherAttention()
-        with pytest.raises(ValueError, match=r"h\.0\.extra \(OtherAttention: only layers of transformers"):
+    @pytest.mark.parametrize(
+        ("package", "kind", "message"),
+        [
+            ("timm.layers", "Attention", None),  # multiplies its weights with values
+            ("timm.models.mobilevit", "LinearSelfAttention", "its weights are not multiplied with a matrix"),
+            ("tests.conversion.layers", "EagerAttention", "only layers of transformers"),
+        ],
+    )
+    def test_layers_of_other_packages(self, package, kind, message):
+        pytest.importorskip("torchvision")
+        model, layer = model_of("bloom"), getattr(importlib.import_module(package), kind)
+        model.transformer.h[0].extra = layer() if kind == "EagerAttention" else layer(32)
+        if message is None:
+            model.set_attn_implementation("sigmoid")
+            assert "transformer.h.0.extra" in replaced(model)
+            return
+        with pytest.raises(ValueError, match=rf"h\.0\.extra \({kind}: {message}"):
             model.set_attn_implementation("sigmoid")
         assert not replaced(model)
         assert model.config._attn_implementation != "sigmoid"
-
-    def test_layers_of_timm(self):
-        """Those which multiply their weights with values are known, linear attention is not."""
-        pytest.importorskip("torchvision")
-        from timm.layers import Attention
-        from timm.models.mobilevit import LinearSelfAttention
-
-        model = model_of("bloom")
-        model.transformer.h[0].extra = Attention(32)
-        model.set_attn_implementation("sigmoid")
-        assert "transformer.h.0.extra" in replaced(model)
-        model = model_of("bloom")
-        model.transformer.h[0].extra = LinearSelfAttention(32)
-        with pytest.raises(ValueError, match="LinearSelfAttention: its weights are not multiplied with a matrix"):
-            model.set_attn_implementation("sigmoid")
 
 
 def test_attention_sinks_are_converted():

@@ -36,12 +36,6 @@ def test_the_bias_of_every_layer():
     assert of(activation="softmax") is None
 
 
-def test_short_prompts_see_what_long_ones_saw():
-    """b is the context's, not the prompt's: so a prefix gives the same logits whatever follows it."""
-    model, tokens = LanguageModel(LanguageModelConfig(**SMALL)), torch.randint(50, (1, 16))
-    torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]))
-
-
 def test_generation_is_repeated_by_its_generator():
     model, prompt = LanguageModel(LanguageModelConfig(**SMALL)), torch.tensor([[1, 2, 3]])
     drawn = [model.generate(prompt, 20, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
@@ -66,8 +60,6 @@ def test_wrong_tokens_and_targets():
 
 
 class TestDocuments:
-    """Several documents in a row: each as if it stood alone."""
-
     TOKENS = torch.tensor([[5, 3, 0, 7, 7, 9, 0, 0, 4, 8, 2, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 0]])
     PARTS = ([slice(0, 3), slice(3, 7), slice(7, 8), slice(8, 12)], [slice(0, 12)])
 

@@ -192,7 +192,6 @@ SAME_BLOCKS = FAMILIES[2:5]  # as those of vit-supervised
 
 
 def variants(recipe):
-    """Iterate over changes of one enumerated field."""
     fields = [{name: value} for name, value in enumerated(recipe.transformer)]
     if recipe.name.removesuffix("-tiny") in SAME_BLOCKS:
         fields = [change for change in fields if "attention_bias" in change]

@@ -18,8 +18,6 @@ LANGUAGE = LanguageModelConfig(vocab_size=7, max_seq_len=9, num_layers=1, embed_
 
 
 class Fixed(torch.nn.Module):
-    """A model whose outputs are its inputs."""
-
     def forward(self, *inputs):
         return inputs[0] if len(inputs) == 1 else inputs
 
@@ -91,7 +89,6 @@ def test_metrics_of_classification():
 
 
 def test_simclr():
-    """InfoNCE: each view among all others of the batch."""
     task = SimCLR(temperature=0.5, projector_dim=12, output_dim=6)
     module = task.build(SMALL)
     views = torch.randn(2, 4, 1, 8, 8)
@@ -185,7 +182,6 @@ class TestCTC:
 
 
 def kl(wanted, found):
-    """Return KL(wanted ‖ found) by torch.distributions."""
     teacher, student = (torch.distributions.Categorical(logits=x.double()) for x in (wanted, found))
     return torch.distributions.kl_divergence(teacher, student)
 

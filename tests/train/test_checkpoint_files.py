@@ -21,7 +21,6 @@ SETTINGS = {"learning_rate": 0.1}
 
 
 def trained(seed=0):
-    """A module and its optimiser after a step."""
     torch.manual_seed(seed)
     module = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)

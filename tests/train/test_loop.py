@@ -43,8 +43,6 @@ def text():
 
 
 class Utterances(Data):
-    """Four utterances of very different lengths."""
-
     fingerprint = "noise"
 
     def batch(self, step, size, seed, shard=(0, 1)):
@@ -67,7 +65,6 @@ def numbers(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
-    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     train(text, folder)
     return folder
@@ -75,7 +72,6 @@ def whole(tmp_path_factory, text):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, text):
-    """The folder of the same run with statistics."""
     folder = tmp_path_factory.mktemp("measured")
     train(text, folder, replace(TRAIN, statistics_every=5))
     return folder
@@ -83,7 +79,6 @@ def measured(tmp_path_factory, text):
 
 @pytest.fixture
 def finished(whole, tmp_path):
-    """A copy of the uninterrupted run."""
     return shutil.copytree(whole, tmp_path / "finished")
 
 
