@@ -112,11 +112,11 @@ def test_more_processes_than_there_are(tmp_path, capsys):
 
 def test_export_overwrites_nothing(run, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = contents(tmp_path)
     for save in ("file", "run", "run/model"):
         message = "holds a run or a model already: name another folder"
         mistake(["export", run, tmp_path / save], DATA, message, capsys)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -267,29 +267,21 @@ def raising(error):
     return function
 
 
-NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a file on a full disk")
-
-
-@NEEDS_FULL
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "model/config.json"])
-def test_full_disk_while_training(name, tmp_path, capsys):
-    """Of metrics, the rows before are kept: new ones are written to another file first."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / (f"{name}.unfinished" if name == "metrics.jsonl" else name)).symlink_to("/dev/full")
-    mistake(f"{TINY} --folder {tmp_path}", DATA, f"{name}: No space left on device", capsys)
-
-
-@NEEDS_FULL
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a file on a full disk")
 @pytest.mark.parametrize(
-    ("file", "command"),
+    ("file", "name", "command"),
     [
-        ("new.bin.unfinished", "pack --data text.txt --tokenizer tokenizer.json --save new.bin"),
-        ("new.json", "tokenizer --data text.txt --vocab-size 300 --save new.json"),
+        ("run/run.json", "run.json", f"{TINY} --folder run"),
+        ("run/metrics.jsonl.unfinished", "metrics.jsonl", f"{TINY} --folder run"),  # the rows before are kept
+        ("run/model/config.json", "model/config.json", f"{TINY} --folder run"),
+        ("new.bin.unfinished", "new.bin.unfinished", "pack --data text.txt --tokenizer tokenizer.json --save new.bin"),
+        ("new.json", "new.json", "tokenizer --data text.txt --vocab-size 300 --save new.json"),
     ],
 )
-def test_full_disk_while_a_corpus_is_written(file, command, corpus, capsys):
+def test_full_disk(file, name, command, corpus, capsys):
+    (corpus / file).parent.mkdir(parents=True, exist_ok=True)
     (corpus / file).symlink_to("/dev/full")
-    mistake(command, DATA, f"{file}: No space left on device", capsys)
+    mistake(command, DATA, f"{name}: No space left on device", capsys)
     assert not list(corpus.glob("new.bin*"))
 
 
