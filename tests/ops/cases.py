@@ -33,6 +33,7 @@ SUPPORTING = (*COMPLETE, *(["llvm"] if HAS_LLVM else []))  # all that can run he
 ON_CPU = tuple(b for b in BACKENDS if b != "triton" and (HAS_LLVM or b != "llvm"))
 
 
+LAYOUTS = ("contiguous", "length first", "columns first", "strided", "odd addresses", "expanded", "negated")
 LARGE_HEADS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 192, 256)  # which no interpreter computes in good time
 
 
@@ -127,6 +128,8 @@ class Case:
             return randn(*shape)
         if self.layout == "length first":  # (B, N, H, D) as projections give it
             return randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+        if self.layout == "columns first":
+            return randn(*shape[:-2], shape[-1], shape[-2]).mT
         if self.layout == "strided":
             return randn(*shape[:-1], 2 * shape[-1])[..., ::2]
         if self.layout == "odd addresses":  # pairs of bfloat16 are read at even ones
@@ -223,7 +226,7 @@ def random_case(number, interpreted=False):
         mask=r.some(None, mask),
         slopes=r.some(None, None, None, "head", "sample", "sides", "all"),
         lengths=r.some(True, False, False),
-        layout=r.some("contiguous", "length first", "strided", "odd addresses", "expanded", "negated"),
+        layout=r.some(*LAYOUTS),
         seed=r.randrange(1 << 30),
         softcap=r.some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,
