@@ -150,12 +150,13 @@ def test_packed_operands_give_the_same_result():
 
 
 @pytest.mark.parametrize("backend", SUPPORTING)
-def test_dropout_of_packed_and_padded_agrees(backend):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_dropout_of_packed_and_padded_agrees(backend, normalize):
     """A weight is dropped in every layout and backend or in none; the backward pass drops the same weights."""
     device = device_of(backend)
     leaves = [t.requires_grad_() for t in torch.randn(3, 2, 20, 2, 8).unbind()]
     q, k, v, starts = (t.to(device) for t in (*leaves, torch.tensor([0, 20, 40])))
-    options = {"dropout_p": 0.4, "causal": True, "sigmoid_bias": -1.0}
+    options = {"dropout_p": 0.4, "causal": True, "sigmoid_bias": -1.0, "normalize": normalize}
     results = []
     for packed in (False, True):
         torch.manual_seed(4)

@@ -12,6 +12,7 @@ import torch
 from sigattn.ops import llvm
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.blocked import dense, tiles
+from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import tuning
 from tests.ops.truth import formula_options
@@ -83,6 +84,7 @@ class Case:
     softcap: float = 0.0
     normalize: bool = False
     offset: int = 0
+    dropout: float = 0.0
     frozen: tuple[str, ...] = ()  # inputs without a gradient
 
     def tensors(self, device="cpu"):
@@ -142,11 +144,22 @@ class Case:
             **{name: getattr(self, name) for name in ("scale", "window", "softcap", "normalize")},
             **{name: given.get(name) for name in ("attn_mask", "alibi_slopes")},
             **{"is_causal": self.causal, "enable_gqa": self.shape[2] > 1, "query_offset": self.offset},
-            **{"bias": bias, "key_lengths": lengths},
+            **{"bias": bias, "key_lengths": lengths, "dropout_p": self.dropout},
         }
 
+    @property
+    def dropout_seed(self):
+        return torch.tensor(self.seed << 31)  # of more than 32 bits
+
     def formula_options(self, given, lengths):
-        return formula_options(self.options(given, lengths))
+        """Return the options of the formula, with the factors of the weights that dropout keeps or drops."""
+        batch, kv, rep, n, m, *_ = self.shape
+        options = formula_options(self.options(given, lengths))
+        if p := options.pop("dropout_p"):
+            heads, rows, columns = map(torch.arange, (batch * kv * rep, n, m))
+            kept = keep_mask(self.dropout_seed, heads, rows + self.offset, columns, p)
+            options["kept"] = kept.double().view(batch, kv * rep, n, m) / (1 - p)
+        return options
 
 
 def numbers(examples):
@@ -231,6 +244,7 @@ def random_case(number, interpreted=False):
         softcap=r.some(0.0, r.uniform(0.3, 50)),
         normalize=normalize,
         offset=r.some(0, r.randint(-40, 40)),
+        dropout=r.some(0.0, 0.0, 0.3),
         frozen=tuple(r.sample(("query", "key", "value", "bias", "attn_mask", "alibi_slopes"), r.some(0, 0, 1, 2))),
     )
 

@@ -9,14 +9,14 @@ from torch.nn import functional as F
 
 def formula(
     q, k, v, mask=None, causal=False, scale=None, bias=None, window=None, slopes=None, lengths=None, softcap=0.0,
-    normalize=False, dtype=None, probe=None, weights=False, offset=0,
+    normalize=False, dtype=None, probe=None, weights=False, offset=0, kept=None,
 ):  # fmt: skip
     """Return σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default.
 
     With ``normalize`` each row of weights is divided by its sum, in logarithms, so that no sum underflows.
 
     probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
-    offset: position of the first query.
+    offset: position of the first query. kept: factors of dropout, 0 or 1 / (1 - p), of the weights (B, Hq, N, M).
     """
     dtype = dtype or torch.float64
     q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -57,6 +57,7 @@ def formula(
         p = torch.where(visible, logs.softmax(-1), 0).to(dtype)
     else:
         p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
+    p = p if kept is None else p * kept.to(dtype)
     return p if weights else p @ v
 
 
@@ -87,7 +88,10 @@ def sums_of_magnitudes(given, grad_out, **options):
     k, v = (torch.nan_to_num(t).repeat_interleave(heads // t.shape[1], 1).abs() for t in (k, v))
     if options.get("normalize"):  # dS is a difference
         grad_weights = grad_out.double().abs() @ v.mT
-        ds = p * (grad_weights + (p * grad_weights).sum(-1, keepdim=True))
+        kept = options.get("kept")
+        ds = formula(q, k, v, weights=True, **options | {"kept": None}) * (
+            grad_weights * (1 if kept is None else kept) + (p * grad_weights).sum(-1, keepdim=True)
+        )
     distance = (torch.arange(n)[:, None] + options.get("offset", 0) - torch.arange(m)).abs()
     terms = {
         "output": p @ v,
