@@ -61,7 +61,7 @@ def compile_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processor", "number"), [(p, n) for p in PROCESSORS for n in numbers(20 if p == "this one" else 10)]
+    ("processor", "number"), [(p, n) for p in PROCESSORS for n in numbers(40 if p == "this one" else 10)]
 )
 def test_output_and_gradients_match_the_formula(compile_for, processor, number):
     """Gradients of weights that are computed again, and of saved ones; every second time new memory is NaN."""
