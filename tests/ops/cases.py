@@ -50,8 +50,9 @@ def wide(backend):
 
 def operands(n=5, m=7, batch=2, heads=4, key_heads=None, d=8, dv=None, dtype=torch.float32):
     """Return a random query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv)."""
-    keys = batch, key_heads or heads, m
-    return [torch.randn(shape, dtype=dtype) for shape in ((batch, heads, n, d), (*keys, d), (*keys, dv or d))]
+    keys = batch, heads if key_heads is None else key_heads, m
+    shapes = (batch, heads, n, d), (*keys, d), (*keys, d if dv is None else dv)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 def negated(t):
@@ -111,7 +112,8 @@ class Case:
                 mask = mask.masked_fill(mask < -0.5, -torch.inf)
             given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
         if self.slopes:
-            given["alibi_slopes"] = randn(*self._slopes_shape(), dtype=other).abs() / 8
+            shapes = {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}
+            given["alibi_slopes"] = randn(*shapes[self.slopes], dtype=other).abs() / 8
         if self.layout == "negated":  # some of them: each must make the dispatcher convert it
             is_negated = {
                 name: t.is_floating_point() and self.seed >> i & 1 for i, (name, t) in enumerate(given.items())
@@ -119,11 +121,6 @@ class Case:
             given = {name: negated(t) if is_negated[name] else t for name, t in given.items()}
         lengths = spread(torch.randint(0, m + 1, (batch,), generator=g).to(device)) if self.lengths else None
         return given, lengths
-
-    def _slopes_shape(self):
-        batch, heads = self.shape[0], self.shape[1] * self.shape[2]
-        shapes = {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}
-        return shapes[self.slopes]
 
     def _lay_out(self, randn, shape):
         if self.layout in ("contiguous", "negated"):

@@ -15,7 +15,7 @@ from sigattn import (
     sigmoid_kvcache_attention,
     sigmoid_varlen_attention,
 )
-from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, nan_filled_memory, negated, path, ways
+from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, nan_filled_memory, negated, operands, path, ways
 from tests.ops.truth import formula
 
 
@@ -47,19 +47,15 @@ def test_the_largest_side_of_a_window_hides_no_key(largest, sides):
     torch.testing.assert_close(found.double(), mass, rtol=1e-5, atol=0.0)
 
 
-def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7):
-    return [torch.randn(shape) for shape in ((b, hq, n, d), (b, hkv, m, d), (b, hkv, m, dv))]
-
-
 def edges():
     """Return the operands and the options of calls by name."""
-    sizes = ((0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6))
+    sizes = ((5, 6, 0), (0, 6), (5, 0), (5, 6, 2, 0, 0), (5, 6, 2, 0, 1))
     calls = {f"sizes {size}": (operands(*size), {}) for size in sizes}
     # without features of queries and keys every logit is the bias; without those of values there is no gradient
     for d, dv in ((0, 7), (4, 0), (0, 0)):
-        calls[f"features {d}, {dv}"] = operands(hkv=2, d=d, dv=dv), {"bias": 0.0, "enable_gqa": True}
+        calls[f"features {d}, {dv}"] = operands(key_heads=2, d=d, dv=dv), {"bias": 0.0, "enable_gqa": True}
     for dtype, n, is_tensor in itertools.product((torch.float32, torch.bfloat16), (5, 40), (False, True)):
-        what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(1, 2, 2, n, n, dv=8))
+        what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(n, n, 1, 2))
         for bias in (math.inf, -math.inf, 3.4e38):  # all weights are 1 or all are 0
             calls[f"bias {bias} {what}"] = (q, k, v), {"bias": bias}
         calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": -3.0}  # with alpha = 0 oneDNN ignores beta

@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
 
@@ -233,19 +232,15 @@ def test_passes_of_threads_are_recorded_apart(prepared):
         assert torch.equal(launch_cache.run(function, problem), problem.query)  # would wait for the other thread
 
 
-class DoesNothing(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("recorded_in", [DoesNothing, torch.inference_mode, FlopCounterMode, torch.func.grad])
+@pytest.mark.parametrize("recorded_in", [torch.device, torch.inference_mode, FlopCounterMode, torch.func.grad])
 def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, recorded_in):
     q, k, v = tensors(0)
     options = {"normalize": True, "is_causal": True}
     if recorded_in is torch.func.grad:
         torch.func.grad(lambda q: sigmoid_attention(q, k, v, backend="triton", **options).sum())(q)
     else:
-        with recorded_in(display=False) if recorded_in is FlopCounterMode else recorded_in():
+        arguments = {torch.device: {"type": DEVICE}, FlopCounterMode: {"display": False}}
+        with recorded_in(**arguments.get(recorded_in, {})):
             sigmoid_attention(q, k, v, backend="triton", **options)
     before = len(prepared)
     check(*tensors(1), **options)

@@ -148,24 +148,19 @@ def test_logits_of_any_size(dtype, processor, compile_for):
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-class TestRoundingToBfloat16:
-    """By an instruction, or by operations on integers where the processor lacks it."""
-
-    def test_sums_are_rounded_to_the_nearest_and_ties_to_even(self, processor, compile_for):
-        compile_for(processor)
-        high = torch.tensor([1.0, 1.0078125, 1.0, 1.0, -1.0078125, 1.9921875, 3.3895e38, torch.inf])
-        low = torch.tensor([1 / 256, 1 / 256, 1 / 256 + 1 / 32768, 1 / 512, -1 / 256, 1 / 256, 1e36, 1.0])
-        values = torch.stack([high, low]).bfloat16()
-        q, k = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16)
-        out = sigmoid_attention(q, k, values.view(1, 1, 2, -1), bias=200.0, backend="llvm")  # weights of 1
-        assert torch.equal(out.flatten(), values.float().sum(0).bfloat16())
-
-    def test_a_nan_remains_one_whatever_its_bits(self, processor, compile_for):
-        """Adding half of the last bit would make -0 of the first, and dropping the last bits inf of the second."""
-        compile_for(processor)
-        nan = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
-        one = torch.ones(1, 1, 3, 1, dtype=torch.bfloat16)
-        assert sigmoid_attention(one, one, one, bias=nan.view(3, 1), backend="llvm").isnan().all()
+def test_rounding_to_bfloat16(processor, compile_for):
+    """To the nearest, ties to even, by an instruction or by operations on integers where the processor lacks it."""
+    compile_for(processor)
+    high = torch.tensor([1.0, 1.0078125, 1.0, 1.0, -1.0078125, 1.9921875, 3.3895e38, torch.inf])
+    low = torch.tensor([1 / 256, 1 / 256, 1 / 256 + 1 / 32768, 1 / 512, -1 / 256, 1 / 256, 1e36, 1.0])
+    values = torch.stack([high, low]).bfloat16()
+    q, k = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16)
+    out = sigmoid_attention(q, k, values.view(1, 1, 2, -1), bias=200.0, backend="llvm")  # weights of 1
+    assert torch.equal(out.flatten(), values.float().sum(0).bfloat16())
+    # adding half of the last bit would make -0 of the first NaN, and dropping the last bits inf of the second
+    nan = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    one = torch.ones(1, 1, 3, 1, dtype=torch.bfloat16)
+    assert sigmoid_attention(one, one, one, bias=nan.view(3, 1), backend="llvm").isnan().all()
 
 
 def test_the_gradient_of_a_mask_is_not_lost_if_the_op_is_called_directly():

@@ -15,12 +15,11 @@ SLOPES = torch.tensor([0.5, 0.1, 0.2, 0.3])
 NUMBERS = {"bias": -1.0, "scale": 0.3, "softcap": 0.5, "normalize": True}
 
 
-def nest(lengths, heads, width, device="cpu", dtype=torch.float32, offsets=None):
+def nest(lengths, heads, width, device="cpu"):
     """Return a nested leaf (B, ragged, H, D), and its transpose, the argument of attention."""
     g = torch.Generator().manual_seed(heads * width + len(lengths) + lengths[0])
-    values = torch.randn(sum(lengths), heads, width, generator=g, dtype=dtype).to(device).requires_grad_()
-    if offsets is None:
-        offsets = torch.tensor([0, *np.cumsum(lengths)], device=device)
+    values = torch.randn(sum(lengths), heads, width, generator=g).to(device).requires_grad_()
+    offsets = torch.tensor([0, *np.cumsum(lengths)], device=device)
     return values, torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
 
 
