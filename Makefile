@@ -72,7 +72,7 @@ test-minimum: setup-minimum
 	    -k "not (real_tiles or hopper or different_calls or masked_weights or wrong_calls or borders \
 	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
 	    or (match_the_formula and (batched or few or tuned)))" \
-	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py
+	    tests/ops tests/test_flash.py tests/test_flash_kvcache.py
 
 # Without a test that forks a process with threads, at which qemu 7.2 ends
 test-arm64: setup
