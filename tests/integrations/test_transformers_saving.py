@@ -257,6 +257,15 @@ class TestCompositeModels:
         with pytest.raises(ValueError, match="vision_model"):
             sigmoid.check(loaded, **inputs)
 
+    def test_learned_biases_are_those_of_the_parts(self, tmp_path):
+        """A part's own configuration lists its layers, whether the part or the whole was saved."""
+        model, ids = sigmoid_model("clip", "learned"), inputs_of("clip")["input_ids"]
+        model.save_pretrained(tmp_path / "whole")
+        model.text_model.save_pretrained(tmp_path / "part")
+        for folder in ("whole", "part"):
+            part = type(model.text_model).from_pretrained(tmp_path / folder)
+            torch.testing.assert_close(part(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
+
     def test_parts_with_their_own_implementation_or_bias(self, tmp_path):
         """Each part is loaded with the implementation that it was saved with; a bias of None is the default."""
         model = model_of("gemma3", {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"})
