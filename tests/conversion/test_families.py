@@ -226,12 +226,10 @@ def test_batches_that_the_model_writes_into(form):
     assert torch.equal(model.attend.sigmoid_bias.constant, alone.sigmoid_bias.constant)
 
 
-def test_a_layer_whose_output_is_zero_at_first():
-    """As where the last projection starts at zero: nothing to divide the error by."""
-    layer = nn.MultiheadAttention(16, 4, batch_first=True)
+def test_the_error_of_a_layer_whose_output_is_zero_at_first():
+    layer, batches = multihead()
     nn.init.zeros_(layer.out_proj.weight)
-    report = convert(layer, [(x, x, x) for x in X])
-    assert report.layers[0].error == 0
+    assert convert(layer, batches).layers[0].error == 0
 
 
 class Gated(Attend):

@@ -97,12 +97,12 @@ class EagerSigmoid(TorchFunctionMode):
                 return _written_sdpa(*args, **kwargs)
         if getattr(func, "__name__", "") != "softmax":
             return func(*args, **kwargs)
-        logits = args[0] if args else kwargs["input"]
+        logits, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
         if (call := _eager_attention()) is not None:
             layer, mask = call["module"], call.get("attention_mask")
             if call.get("sinks") is not None:  # before the largest logit was subtracted
                 logits, mask = torch.cat([call["attn_weights"], call["sinks"]], -1), None
-        elif (layer := _softmax_layer(self.kinds)) is not None and _last(logits, args[1:], kwargs):
+        elif (layer := _softmax_layer(self.kinds)) is not None and dim in (-1, logits.dim() - 1):
             mask = ...
         else:
             return func(*args, **kwargs)
@@ -112,10 +112,6 @@ class EagerSigmoid(TorchFunctionMode):
         # the weights of a row sum to 1, however low they are, or to 0 where nothing is visible
         weights = torch.softmax(log_weights, -1).nan_to_num(0.0) if self.normalize else log_weights.exp()
         return weights.to(kwargs.get("dtype") or logits.dtype)
-
-
-def _last(logits, args, kwargs):
-    return (args[0] if args else kwargs["dim"]) in (-1, logits.dim() - 1)
 
 
 def _multi_head_attention(*args, **kwargs):
@@ -188,10 +184,6 @@ def reference_eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def reference_mask(*args, **kwargs):
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-
-
 def _log_weights(logits, bias, mask, margin=0.0):
     """Return logarithms of sigmoid weights, -inf where hidden. A mask of ... is one that the layer has added already.
 
@@ -236,7 +228,7 @@ def _in_some_size(architecture, judge_size):
     warnings.filterwarnings("ignore")
     sigmoid.register()
     AttentionInterface.register("reference", reference_eager_attention_forward)
-    AttentionMaskInterface.register("reference", reference_mask)
+    AttentionMaskInterface.register("reference", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
     reasons = []
     for make in (tiny.tiny_config, tiny.reduced_config):
         try:
