@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 
-def operands(n, m, shape=(2, 4), key_heads=None):
-    return torch.randn(*shape, n, 8), torch.randn(*shape[:-1], key_heads or shape[-1], m, 8)
+def operands(n, m, shape=(2, 4), key_heads=None, dtype=torch.float32):
+    return torch.randn(*shape, n, 8, dtype=dtype), torch.randn(*shape[:-1], key_heads or shape[-1], m, 8, dtype=dtype)
 
 
 CASES = {
@@ -29,17 +29,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("backend", "grad"), [(None, False), (None, True), ("reference", False)])
+@pytest.mark.parametrize(
+    ("backend", "grad", "dtype"),
+    [(None, False, torch.float32), (None, True, torch.float32), ("reference", False, torch.float64)],
+)
 @pytest.mark.parametrize(("options", "shapes"), CASES.values(), ids=CASES)
-def test_other_lengths(options, shapes, backend, grad):
-    query, key = operands(7, 9, **shapes)
+def test_other_lengths(options, shapes, backend, grad, dtype):
+    query, key = operands(7, 9, **shapes, dtype=dtype)
     traced = torch.jit.trace(
         lambda query, key: sigmoid_attention(query, key, key, backend=backend, **options),
         (query.requires_grad_(grad), key),
     )
     assert ("sigattn::" in str(traced.graph)) == (backend is None)  # the formula is recorded in PyTorch's operators
     for n, m in ((5, 30), (300, 700)):
-        query, key = operands(n, m, **shapes)
+        query, key = operands(n, m, **shapes, dtype=dtype)
         truth = sigmoid_attention(query.double(), key.double(), key.double(), backend="reference", **options)
         plain = sigmoid_attention(query, key, key, backend="reference", **options)
         assert_as_good_as_formula(traced(query, key), truth, plain, 2.0)
