@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from sigattn.conversion import convert
 from sigattn.conversion.fit import MARGIN, SPREAD, BiasFit, RowStatistics, row_statistics
 from sigattn.ops.problem import Problem, make_problem
-from tests.conversion.layers import TOKENS, Attend, Written, X, language, least_squares
+from tests.conversion.layers import TOKENS, Attend, EagerAttention, Written, X, language, least_squares
 
 
 class RowRecorder(TorchFunctionMode):
@@ -117,6 +117,7 @@ MODELS = {
     "gemma2": lambda: of_transformers("gemma2"),
     "t5": lambda: of_transformers("t5"),
     "written": written,
+    "one head, three dimensions": lambda: (EagerAttention(), list(X)),
     # a dimension that has the number of heads by chance, in the first or the last batches
     "transposed": lambda: written(Transposed, (4, 4, 6, 6), masked=False),
     "transposed, later": lambda: written(Transposed, (6, 6, 4, 4), masked=False),
@@ -142,7 +143,7 @@ def test_c_and_a_are_least_squares(name):
             x, y = torch.cat([rows[:, :, of_head].flatten(1) for rows in recorder.calls[i::count]], 1).numpy()
             visible = x >= 0
             assert (head.constant, head.slope) == pytest.approx(least_squares(x[visible], y[visible]), abs=1e-3)
-    assert len(report.layers[0].heads) == (1 if "transposed" in name else 4)
+    assert len(report.layers[0].heads) == (1 if "transposed" in name or "one head" in name else 4)
 
 
 def test_as_many_blocks_as_heads_are_not_heads():

@@ -368,7 +368,6 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
             (48, channels, patch, patch),
             (48, channels * 2 * patch * patch),
             (48, 2 * patch, 2 * patch, channels),
-            (48, getattr(config, "hidden_size", WIDTH)),
         ):
             yield {first: torch.randn(shape, generator=generator), grid: sizes}
     if "spatial_shapes" in accepted:  # patches of several images
@@ -384,7 +383,7 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
     shapes = {
         "query_embeds": [(BATCH, 6, WIDTH)],
         "audio_mel": [(BATCH, 128, getattr(config, "input_feat_size", mel))],
-        "latents": [(BATCH, getattr(config, "hidden_size", WIDTH), LENGTH), (BATCH, LENGTH, WIDTH)],
+        "latents": [(BATCH, getattr(config, "hidden_size", WIDTH), LENGTH)],
         "pixel_values": [
             (BATCH, channels, side, side),
             (BATCH, frames, channels, side, side),
