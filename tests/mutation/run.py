@@ -102,7 +102,7 @@ def main() -> None:
         os.chdir(folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([f"{folder}/src", *filter(None, [os.environ.get("PYTHONPATH")])])
         files = [arguments.part] if arguments.part.is_file() else sorted(arguments.part.rglob("*.py"))
-        files = [path for path in files if path.parent.name not in ("triton", "hopper")]
+        files = [path for path in files if path.stat().st_size and path.parent.name not in ("triton", "hopper")]
         lines = {str(path): annotations(path) for path in files}
         with use_db(f"{folder}/session.sqlite") as database:
             init(files, database, {})
