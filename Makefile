@@ -91,7 +91,7 @@ test-integrations-%: .venv-integrations-%/installed
 	        test ! -d $${name%%:*} || echo tests/$${name#*:}.py; \
 	    done) && test -z "$$files" || \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src .venv-integrations-$*/bin/python -m pytest --durations=5 \
-	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
+	    -k "not (trainer or compiled or whisper or t5 or (test_loaded_by_name and position) or \
 	    weight_decay) and not (test_timm and not vision_transformers) and not (test_transformers_saving and not \
 	    (TestLearnedBiases or kept or (TestCompositeModels and not own_implementation))) and \
 	    not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" $$files

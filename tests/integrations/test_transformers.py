@@ -2,7 +2,6 @@
 
 import pickle
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,38 +98,6 @@ def test_compiled():
     inputs = {"input_ids": inputs_of()["input_ids"], "use_cache": False}
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("bias", [None, VisibleKeysLinearBias(4)], ids=["rule", "fitted"])
-def test_exported_and_traced_for_any_length(bias):
-    """Shared key heads and a window, at lengths within and beyond it; and without a mask, with other keys."""
-
-    class Layer(torch.nn.Module):
-        config = SimpleNamespace(sigmoid_bias=None if bias is None else {})
-
-        def __init__(self):
-            super().__init__()
-            self.sigmoid_bias = bias
-
-        def forward(self, query, key, padding, other):
-            n = query.shape[2]
-            window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
-            mask = sigmoid_mask(len(query), n, n, attention_mask=padding, allow_is_causal_skip=True, **window)
-            windowed = sigmoid.attention(self, query, key, key, mask, sliding_window=6)[0]
-            return windowed, sigmoid.attention(self, query, other, other, None, is_causal=False)[0]
-
-    def inputs(n):
-        padding = torch.arange(n) >= torch.tensor([[0], [2]])
-        return torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), padding, torch.randn(2, 2, 3 * n, 8)
-
-    n, m = torch.export.Dim("n", min=3, max=60), torch.export.Dim("m", max=200)
-    exported = torch.export.export(Layer(), inputs(9), dynamic_shapes=({2: n}, {2: n}, {1: n}, {2: m})).module()
-    traced = torch.jit.trace(Layer(), inputs(9), check_trace=False)
-    for length in (5, 30):
-        operands = inputs(length)
-        torch.testing.assert_close(exported(*operands), Layer()(*operands))
-        torch.testing.assert_close(traced(*operands), Layer()(*operands))
 
 
 def queries(q_length, kv_length, attention_mask=None, **options):
