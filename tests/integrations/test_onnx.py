@@ -42,9 +42,9 @@ class Layers(nn.Module):
     def forward(self, x, padding, mask, other):
         b, n, _ = x.shape
         query, key = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (x, x[..., :16]))
-        window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
+        window = {"mask_function": sliding_window_causal_mask_function(30), "local_size": 30}
         mask = sigmoid_mask(b, n, n, attention_mask=mask, allow_is_causal_skip=True, **window)
-        windowed = sigmoid.attention(self, query, key, key, mask, sliding_window=6)[0]
+        windowed = sigmoid.attention(self, query, key, key, mask, sliding_window=30)[0]
         across = sigmoid.attention(self, query, other, other, None, is_causal=False)[0]
         return *self.attention(x, x, x, padding), windowed, across
 
