@@ -87,23 +87,6 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.fixture
-def two_threads():
-    """With two threads, whatever the number of those in this process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def without_llvmlite(monkeypatch):
-    """As where llvmlite is not installed: the default on a CPU is then "blocked"."""
-    from sigattn.ops import llvm
-
-    monkeypatch.setattr(llvm, "machine_unavailable", lambda: "it is not installed")
-
-
 def _speed_up(interpreter):
     """Let Triton's interpreter do once per launch what it does at every call of a device function, or to no effect.
 
