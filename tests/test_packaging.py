@@ -41,9 +41,7 @@ def test_metadata_of_the_wheel(built):
     with zipfile.ZipFile(built[0]) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         fields, _, description = archive.read(name).decode().partition("\n\n")
-    (required,) = (
-        Requirement(llvmlite) for llvmlite in re.findall("^Requires-Dist: (llvmlite.*)", fields, re.MULTILINE)
-    )
+    (required,) = map(Requirement, re.findall("^Requires-Dist: (llvmlite.*)", fields, re.MULTILINE))
     names = ("platform_system", "platform_machine", "implementation_name")
     machines = itertools.product(
         ("Linux", "Darwin", "Windows"), ("x86_64", "aarch64", "arm64", "AMD64", "ppc64le"), ("cpython", "pypy")

@@ -29,10 +29,8 @@ def test_the_site(tmp_path):
     """All pages are read, and their links resolved, without a warning; three are written."""
     pytest.importorskip("furo")
     inventory = pytest.importorskip("sphinx.util.inventory")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"}
+    done = subprocess.run([sys.executable, "-c", BUILD, tmp_path], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     objects = inventory.InventoryFile.loads((tmp_path / "objects.inv").read_bytes(), uri="").data
     described = {name for kind, names in objects.items() if kind.startswith("py:") for name in names}

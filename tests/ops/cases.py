@@ -115,10 +115,8 @@ class Case:
             shapes = {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}
             given["alibi_slopes"] = randn(*shapes[self.slopes], dtype=other).abs() / 8
         if self.layout == "negated":  # some of them: each must make the dispatcher convert it
-            is_negated = {
-                name: t.is_floating_point() and self.seed >> i & 1 for i, (name, t) in enumerate(given.items())
-            }
-            given = {name: negated(t) if is_negated[name] else t for name, t in given.items()}
+            for i, (name, t) in enumerate(given.items()):
+                given[name] = negated(t) if t.is_floating_point() and self.seed >> i & 1 else t
         lengths = spread(torch.randint(0, m + 1, (batch,), generator=g).to(device)) if self.lengths else None
         return given, lengths
 

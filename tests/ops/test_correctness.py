@@ -29,10 +29,8 @@ def run(function, given, options, grad_out, frozen=()):
     floating = {k: t.requires_grad_() for k, t in leaves.items() if t.is_floating_point() and k not in frozen}
     out = function(leaves["query"], leaves["key"], leaves["value"], **options(leaves))
     gradients = torch.autograd.grad(out, list(floating.values()), grad_out.to(out), allow_unused=True)
-    zeros = {k: torch.zeros_like(t) for k, t in floating.items()}
-    return out.detach().cpu(), {
-        k: (zeros[k] if g is None else g).cpu() for (k, _), g in zip(floating.items(), gradients, strict=True)
-    }
+    pairs = zip(floating.items(), gradients, strict=True)
+    return out.detach().cpu(), {k: (torch.zeros_like(t) if g is None else g).cpu() for (k, t), g in pairs}
 
 
 def is_laid_out_like(t, operand):

@@ -123,9 +123,8 @@ def test_calls_that_differ_are_prepared_anew(prepared, monkeypatch):
 
     def prepares(operands, options, grad=None):
         before, out = len(prepared), sigmoid_attention(*operands, backend="triton", **options)
-        torch.autograd.grad(
-            out, [t for t in operands if t.requires_grad], torch.ones_like(out) if grad is None else grad
-        )
+        inputs = [t for t in operands if t.requires_grad]
+        torch.autograd.grad(out, inputs, torch.ones_like(out) if grad is None else grad)
         return len(prepared) - before
 
     for expected in (2, 0):  # passes, the second time by others' tensors
@@ -154,16 +153,14 @@ def test_dropout_draws_a_new_seed_in_each_cached_call(prepared):
     assert len(prepared) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "has_table"), [({"normalize": True}, False), ({"num_splits": 1}, True), ({}, False)]
-)
-def test_decoding_is_cached_whatever_the_lengths(prepared, options, has_table):
+@pytest.mark.parametrize(("options", "paged"), [({"normalize": True}, False), ({"num_splits": 1}, True), ({}, False)])
+def test_decoding_is_cached_whatever_the_lengths(prepared, options, paged):
     """The sum over the parts of the keys is stored with the kernel."""
     for seed, lengths in enumerate([(4, 100), (128, 7)]):
         generator = torch.Generator().manual_seed(seed)
         q, keys, values = (torch.randn(2, n, 2, 16, generator=generator).to(DEVICE) for n in (1, 128, 128))
         table = None
-        if has_table:
+        if paged:
             keys, values = (t.view(8, 32, 2, 16) for t in (keys, values))
             table = torch.randperm(8, generator=generator).view(2, 4).to(DEVICE)
         options |= {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE), "block_table": table}

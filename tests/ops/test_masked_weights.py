@@ -93,9 +93,7 @@ def test_what_a_number_that_is_not_finite_may_reach(backend, way, n):
                 else:  # weights of 0 or 1 where inf is visible
                     mine = torch.where(expected.isnan(), math.nan, mine)
                 case = f"{name}, {poison} in {poisoned} {at}, {kind}, {dtype}"
-                torch.testing.assert_close(
-                    mine, expected, equal_nan=True, msg=lambda text, case=case: f"{case}: {text}"
-                )
+                torch.testing.assert_close(mine, expected, equal_nan=True, msg=lambda m, case=case: f"{case}: {m}")
 
 
 def outputs(backend, way, options, query, key, value, grad_out):

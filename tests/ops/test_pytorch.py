@@ -26,8 +26,7 @@ def extras(n=7, m=9, dtype=torch.float64, batch=2, heads=4):
     }
 
 
-def outputs_and_gradients(function, leaves):
-    out = function()
+def with_gradients(out, leaves):
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
@@ -49,8 +48,8 @@ class TestCompile:
             return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, **more)
 
         compiled = torch.compile(call, fullgraph=True)
-        eager = outputs_and_gradients(lambda: call(q, k, v, more), leaves)
-        torch.testing.assert_close(outputs_and_gradients(lambda: compiled(q, k, v, more), leaves), eager)
+        ours, eager = (with_gradients(f(q, k, v, more), leaves) for f in (compiled, call))
+        torch.testing.assert_close(ours, eager)
         with torch.autocast("cpu", torch.bfloat16):
             compiled = torch.compile(call, fullgraph=True, backend="eager")
             assert compiled(*(t.detach().float() for t in (q, k, v)), {}).dtype is torch.bfloat16
@@ -68,9 +67,7 @@ class TestCompile:
         counts = []
         for n, b in ((16, -1.0), (24, -2.5), (55, -3.25), (54, 0.5)):
             q, k, v = inputs(n, n)
-            eager, ours = (
-                outputs_and_gradients(lambda f=f, t=(q, k, v, b): f(*t), (q, k, v)) for f in (call, compiled)
-            )
+            ours, eager = (with_gradients(f(q, k, v, b), (q, k, v)) for f in (compiled, call))
             torch.testing.assert_close(ours, eager)
             counts.append(counter.frame_count)
         # PyTorch's default compiles the first call for its very numbers, and learns from the second that they change
@@ -226,12 +223,11 @@ def test_checkpoint(use_reentrant):
 
     def outcome(function):
         torch.manual_seed(3)
-        out = function()
-        out.square().sum().backward()
-        gradients = [t.grad for t in leaves]
         for t in leaves:
             t.grad = None
-        return [out, *gradients]
+        out = function()
+        out.square().sum().backward()
+        return [out, *(t.grad for t in leaves)]
 
     again = outcome(lambda: checkpoint(call, *leaves, use_reentrant=use_reentrant))
     torch.testing.assert_close(again, outcome(lambda: call(*leaves)))

@@ -21,13 +21,11 @@ def test_against_the_materialised_weights(request, monkeypatch, block_bytes, def
     monkeypatch.setattr(reference, "_BLOCK_BYTES", block_bytes)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     q, k, v = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64).unbind()
-    options = {"bias": torch.randn(2, 3, 11, 1, dtype=torch.float64), "slopes": torch.rand(3, dtype=torch.float64)}
+    bias, slopes = torch.randn(2, 3, 11, 1, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
     torch.set_default_dtype(default)
-    stats = attention_statistics(
-        q, k, v, is_causal=True, bias=options["bias"], alibi_slopes=options["slopes"], softcap=0.7
-    )
+    stats = attention_statistics(q, k, v, is_causal=True, bias=bias, alibi_slopes=slopes, softcap=0.7)
     torch.set_default_dtype(torch.float32)
-    p = formula(q, k, v, causal=True, weights=True, softcap=0.7, **options)
+    p = formula(q, k, v, causal=True, weights=True, softcap=0.7, bias=bias, slopes=slopes)
     out = p @ v
     mass = p.sum(-1)
     logits = torch.logit(p).masked_fill(~torch.ones(11, 11, dtype=torch.bool).tril(), -torch.inf)

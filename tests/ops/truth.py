@@ -88,10 +88,8 @@ def sums_of_magnitudes(given, grad_out, **options):
     k, v = (torch.nan_to_num(t).repeat_interleave(heads // t.shape[1], 1).abs() for t in (k, v))
     if options.get("normalize"):  # dS is a difference
         grad_weights = grad_out.double().abs() @ v.mT
-        kept = options.get("kept")
-        ds = formula(q, k, v, weights=True, **options | {"kept": None}) * (
-            grad_weights * (1 if kept is None else kept) + (p * grad_weights).sum(-1, keepdim=True)
-        )
+        undropped = formula(q, k, v, weights=True, **options | {"kept": None})
+        ds = undropped * (grad_weights * options.get("kept", 1) + (p * grad_weights).sum(-1, keepdim=True))
     distance = (torch.arange(n)[:, None] + options.get("offset", 0) - torch.arange(m)).abs()
     terms = {
         "output": p @ v,
