@@ -56,14 +56,14 @@ def edges():
         calls[f"features {d}, {dv}"] = operands(key_heads=2, d=d, dv=dv), {"bias": 0.0, "enable_gqa": True}
     for dtype, n, is_tensor in itertools.product((torch.float32, torch.bfloat16), (5, 40), (False, True)):
         what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(n, n, 1, 2))
-        for bias in (math.inf, -math.inf, 3.4e38):  # all weights are 1 or all are 0
-            calls[f"bias {bias} {what}"] = (q, k, v), {"bias": bias}
-        calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": -3.0}  # with alpha = 0 oneDNN ignores beta
-        # -100.3 would be rounded to -100.5; with a product of 100 that rounding error determines the result
-        calls[f"bias -100.3 {what}"] = (q * 0 + 5, k * 0 + 10, v), {"scale": 0.25, "bias": -100.3}
-        if is_tensor:
-            for _, options in list(calls.values())[-5:]:
-                options["bias"] = torch.full((2, 1, 1), options["bias"])
+        for value in (math.inf, -math.inf, 3.4e38, -3.0, -100.3):
+            bias = torch.full((2, 1, 1), value) if is_tensor else value
+            if value == -3.0:  # with alpha = 0 oneDNN ignores beta
+                calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": bias}
+            elif value == -100.3:  # would be rounded to -100.5, which determines the result with a product of 100
+                calls[f"bias -100.3 {what}"] = (q * 0 + 5, k * 0 + 10, v), {"scale": 0.25, "bias": bias}
+            else:  # all weights are 1 or all are 0
+                calls[f"bias {value} {what}"] = (q, k, v), {"bias": bias}
     q, k, v = operands()
     calls["overflow to +inf"] = (torch.full_like(q, 1e30), torch.full_like(k, 1e30), v), {}
     return calls
@@ -84,7 +84,9 @@ def test_edges(request, name):
     expected = [truth, *torch.autograd.grad(truth.sum(), leaves)]
     tolerance = dict.fromkeys(("rtol", "atol"), 1e-5 if q.dtype is torch.float32 and "scale" not in name else 0.03)
     is_small = q.shape[2] < 40 and q.shape[3] and v.shape[3]  # interpreted kernels are slow
-    for backend, way in [(b, w) for b in (SUPPORTING if is_small else ON_CPU) for w in ways(b) if w != "tuned"]:
+    for backend, way in [
+        (b, w) for b in (None, *(SUPPORTING if is_small else ON_CPU)) for w in ways(b) if w != "tuned"
+    ]:
         with path(way), nan_filled_memory():
             out = sigmoid_attention(*(t.to(device_of(backend)) for t in leaves), backend=backend, **options)
             found = [t.cpu().double() for t in (out, *torch.autograd.grad(out.sum(), leaves))]
