@@ -387,33 +387,13 @@ def test_vision_models():
 
 # -- graphs of torch.compile: their number does not grow with the numbers of packed sequences -------------------------
 
-SIZES = (2, 3, 5, 8)  # numbers of sequences
 
-
-def varlen(q, cu):
-    return sigmoid_varlen_attention(q, q, q, cu, cu, 20, 20, is_causal=True)
-
-
-@pytest.fixture
-def graphs():
+def test_one_graph_serves_all_numbers_of_packed_documents_in_training():
     torch._dynamo.reset()
     counter = CompileCounter()
-    yield counter
-    assert counter.frame_count <= 2, "one for the first sizes, one for all others"
-
-
-def test_one_graph_serves_all_numbers_of_packed_sequences(graphs):
-    compiled = torch.compile(varlen, backend=graphs, fullgraph=True)
-    for sequences in SIZES:
-        lengths = torch.arange(3, 3 + sequences) % 20 + 1
-        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        q = torch.randn(int(lengths.sum()), 2, 8)
-        torch.testing.assert_close(compiled(q, cu), varlen(q, cu))
-
-
-def test_one_graph_serves_all_numbers_of_packed_documents_in_training(graphs):
-    model = torch.compile(language_model(), backend=graphs)
-    for documents in SIZES:
+    model = torch.compile(language_model(), backend=counter)
+    for documents in (2, 3, 5, 8):
         tokens = torch.randint(1, 50, (2, 40))
         tokens[:, 4 : 4 + 2 * documents : 2] = 0
         model(tokens, documents=nn.Documents.from_end_token(tokens, 0)).square().mean().backward()
+    assert counter.frame_count <= 2, "one for the first sizes, one for all others"
