@@ -70,7 +70,7 @@ test: setup
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --dist worksteal --durations=10 \
 	    -k "not (real_tiles or hopper or different_calls or masked_weights or wrong_calls or borders \
-	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
+	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or test_mask)) \
 	    or (match_the_formula and (batched or few or tuned)))" \
 	    tests/ops tests/test_flash.py tests/test_flash_kvcache.py
 

@@ -144,7 +144,6 @@ def test_numbers_in_the_readme_are_those_of_the_committed_runs():
         assert line.endswith(f"| {' | '.join(cells)} |")
 
 
-ROOT = Path(__file__).parent.parent
 BUILD = """
 import sys
 from sphinx.application import Sphinx

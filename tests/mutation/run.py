@@ -34,7 +34,7 @@ SELECTED = "not triton and not hopper and not real_tiles and not kernels and not
 LIKELY = {
     "attention": "test_correctness test_wrong_calls test_scalars test_borders test_pytorch",
     "autograd": "test_autograd test_pytorch test_onnx",
-    "block_mask": "test_block_mask test_wrong_calls",
+    "block_mask": "test_mask test_wrong_calls",
     "blocked": "test_correctness test_masked_weights test_borders",
     "broadcasting": "test_broadcasting",
     "checkpoint": "tests/train/test_loop.py tests/train/test_checkpoint_files.py tests/train",
@@ -55,7 +55,7 @@ LIKELY = {
     "settings": "test_default_device test_backend_context test_pytorch",
     "statistics": "test_statistics test_wrong_calls",
     "transformers/mask": "tests/integrations/test_transformers.py",
-    "tiles": "test_correctness test_borders test_block_mask",
+    "tiles": "test_correctness test_borders test_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_wrong_calls test_scalars test_correctness",
     "varlen": "test_varlen_and_kvcache tests/test_flash.py test_wrong_calls test_autograd test_pytorch",
