@@ -32,10 +32,7 @@ SETTINGS = [
     ("--all --more-seeds mlp 5", "name it in place of --all"),
     ("--all --extend docs/results", "--extend is for one experiment: name it"),
     ("flops --seeds 5", "flops takes no --seeds: leave it out; it takes none of its kind"),
-    (
-        "vision-ablations --data . --speech .",
-        "no --data, --speech: leave it out; it takes --seeds, --work",
-    ),
+    ("vision-ablations --data . --speech .", "no --data, --speech: leave it out; it takes --seeds, --work"),
     ("conversion --extend .", "--extend is not for conversion, whose table needs all"),
     ("conversion --more-seeds mlp 5", "not for conversion, whose variants"),
     ("pair-repeat --more-seeds mlp 3", "'mlp' 3 adds none to --seeds 3"),
