@@ -243,12 +243,7 @@ POOL = ThreadPoolExecutor(1)  # its thread is older than the model
 
 def in_threads(run, function):
     """Attention in this thread and in another: only the first would become sigmoid attention."""
-
-    class InThread(nn.Module):
-        def forward(self, x):
-            return attend(x, x, x) + run(lambda y: function(y, y, y), x)
-
-    return InThread
+    return mixer(lambda self, q, k, v: attend(q, k, v) + run(lambda x: function(x, x, x), v))
 
 
 # its logits are a layer's, and its weights are those of four functions of the input
@@ -512,15 +507,14 @@ def test_code_without_a_matrix_product_tells_a_gate_apart():
     assert [(r.name, r.outcome) for r in report[1:]] == [("layers.1", "not attention"), ("layers.2.1", "not attention")]
 
 
-class Flagged(Mixer):
-    """As timm writes it: a flag selects the function or a submodule's softmax."""
-
-    def __init__(self):
-        super().__init__()
-        self.fused_attn, self.softmax = False, nn.Softmax(-1)
-
-    def mix(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v) if self.fused_attn else self.softmax(scores(q, k)) @ v
+# as timm writes it: a flag selects the function or a submodule's softmax
+Flagged = mixer(
+    lambda self, q, k, v: (
+        F.scaled_dot_product_attention(q, k, v) if self.fused_attn else self.softmax(scores(q, k)) @ v
+    ),
+    fused_attn=lambda: False,
+    softmax=lambda: nn.Softmax(-1),
+)
 
 
 @EXAMPLES
@@ -534,7 +528,7 @@ def test_timm_s_flag_is_set_unless_the_model_is_refused(example):
     assert [r.name for r in replace(net, example)] == ["layers.0"]
     torch.testing.assert_close(net(X), expected)
     net.layers[0].fused_attn = False
-    with pytest.raises(RuntimeError, match=r"Flagged was converted .* this forward computes a softmax"):
+    with pytest.raises(RuntimeError, match=r"Mix was converted .* this forward computes a softmax"):
         net(X)
 
 
