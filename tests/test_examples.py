@@ -45,7 +45,7 @@ def test_vit_digits(run):
 
 def test_text_classifier(run, tmp_path):
     """A model of one's own is trained, saved and loaded, and padding does not affect its result."""
-    printed = run("text_classifier.py", "--steps", "16", "--folder", str(tmp_path))
+    printed = run("text_classifier.py", "--steps", "8", "--folder", str(tmp_path))
     assert numbers(r"accuracy ([\d.]+) %", printed)[-1] > 15  # 12.5 by chance
     model = load(tmp_path / "model")
     assert repr(model) in printed
