@@ -137,7 +137,7 @@ CALLS += [("triton", "large tiles", ("each sample and head its own", 100, 140, 1
 
 
 @pytest.mark.parametrize(("backend", "way", "case", "everything"), CALLS)
-def test_it_is_the_dense_mask(backend, way, case, everything):
+def test_a_block_mask_is_its_dense_mask(backend, way, case, everything):
     """Output and gradients are those of the bool mask, which other tests compare with the formula."""
     name, n, m, size = case
     masks, device = make(name, n, m, size), device_of(backend)
@@ -155,12 +155,11 @@ def test_it_is_the_dense_mask(backend, way, case, everything):
         with path(way):
             out = sigmoid_attention(**leaves, attn_mask=mask.to(device), enable_gqa=True, backend=backend, **options)
             results.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("each sample its own", (1, 4)), ("each head its own", (2, 1))])
-def test_a_query_that_broadcasts(name, sizes):
+def test_a_query_that_broadcasts_to_a_block_mask(name, sizes):
     """The mask is of the samples and heads of the output."""
     block, dense = make(name, 64, 64, 32)
     q, k, v = torch.randn(*sizes, 64, 8), torch.randn(2, 4, 64, 8), torch.randn(2, 4, 64, 8)
@@ -196,7 +195,7 @@ def test_hidden_blocks_are_not_visited(backend, way, size, first):
     assert gradients[1][:, :, : first - 8].any()
 
 
-def test_under_flash_attn_s_name():
+def test_a_block_mask_under_flash_attn_s_name():
     block, dense = make("documents", 64, 96, 32)
     leaves = leaves_of(64, 96)
     q, k, v = (t.transpose(1, 2) for t in leaves.values())
@@ -219,7 +218,7 @@ class Limits:
     end = 40
 
 
-def test_a_mask_is_converted_once():
+def test_a_block_mask_is_converted_once():
     """Again if its lists or something that mask_mod refers to changed, or if that cannot be known."""
     ends = torch.tensor([40, 64])
 
@@ -251,7 +250,7 @@ def test_a_mask_is_converted_once():
     assert resolved(block).sum() < first.sum()
 
 
-def test_mapped_by_torch_func():
+def test_a_block_mask_mapped_by_torch_func():
     block, dense = make("each sample its own", 32, 32, 16)
     q, k, v = (t.detach() for t in leaves_of(32, 32, kv=4).values())
     many = torch.stack([q, 2 * q])

@@ -151,7 +151,7 @@ def test_caches(launched):
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
 HEADS, DTYPE = 12, torch.bfloat16
 LENGTHS = [2, 4, 8, 15, 16, 48, 100, *random.Random(0).sample(range(18, 3000), 41 if EVERYTHING else 2)]
-OF_LENGTH = {
+ORDERS = {
     "(B, N, H, D)": lambda n, d: torch.empty(2, n, HEADS, d, dtype=DTYPE).transpose(1, 2),
     "(B, H, N, D)": lambda n, d: torch.empty(2, HEADS, n, d, dtype=DTYPE),
     "(B, N, 3, H, D)": lambda n, d: torch.empty(2, n, 3, HEADS, d, dtype=DTYPE)[:, :, 0].transpose(1, 2),
@@ -179,7 +179,7 @@ def counts(launched):
     return {name: len(found) for name, found in binaries.items()}
 
 
-CASES = [(option, layout, tma) for option in OPTIONS for layout in OF_LENGTH for tma in (False, True)]
+CASES = [(option, layout, tma) for option in OPTIONS for layout in ORDERS for tma in (False, True)]
 
 
 @pytest.mark.parametrize(("option", "layout", "tma"), CASES if EVERYTHING else CASES[::5])  # each option once or twice
@@ -190,7 +190,7 @@ def test_lengths_are_not_compiled_for(monkeypatch, option, layout, tma):
     needs = NeedsGrad(True, True, True, *(name in needed for name in NeedsGrad._fields[3:]))
     with standin_driver.gpu(90, compiles=False) as launched:
         for n in LENGTHS:
-            t = OF_LENGTH[layout](n, 64)
+            t = ORDERS[layout](n, 64)
             problem = Problem(t, t, t, **given(n))
             launch.forward(problem)
             launch.backward(problem, t, needs)
@@ -203,7 +203,7 @@ def test_head_dims_that_are_no_multiples_of_16():
     """Their rows are aligned to 16 bytes only for some lengths."""
     with standin_driver.gpu(90, compiles=False) as launched:
         for n in LENGTHS:
-            t = OF_LENGTH["(B, N, H, D)"](n, 40)
+            t = ORDERS["(B, N, H, D)"](n, 40)
             launch.forward(Problem(t, t, t))
             launch.backward(Problem(t, t, t), t, NeedsGrad())
         assert max(counts(launched).values()) <= 2
