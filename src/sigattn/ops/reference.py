@@ -83,7 +83,7 @@ def kvcache_attention(problem: KVCacheProblem, saved: Saved | None = None) -> Re
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
     """Yield the first row and the end of each block of rows, so that the weights of a block fit ``_BLOCK_BYTES``."""
     batch, heads, n, _ = problem.query.shape
-    if torch.compiler.is_compiling() or torch._C._is_tracing():  # the number of blocks would fix the length in the program
+    if torch.compiler.is_compiling() or torch._C._is_tracing():  # the number of blocks would fix the length
         yield 0, n
         return
     step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
