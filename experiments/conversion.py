@@ -2,12 +2,10 @@
 
     python -m experiments conversion --data tinyshakespeare.txt
 
-Models are trained with softmax: language models of bytes with RoPE, with ALiBi, with RoPE for a quarter of the steps
-and with RoPE but without QK-norm for four times the steps, whose attention is the most peaked; a Llama of
-transformers, by its Trainer; a ViT on handwritten digits; a speech model on spoken digits. Each is then trained
-further, by up to 30 % of its steps, with a warm-up and a decay for each number of steps: with softmax, and from two
-starts with sigmoid attention: the paper's with b = -log n, and the one of ``convert``, whose bias is fitted and whose
-weights sum to one.
+Models are trained with softmax: a language model of bytes with RoPE and QK-norm; a Llama of transformers, by its
+Trainer; a ViT on handwritten digits; a speech model on spoken digits. Each is then trained further, by up to 30 % of
+its steps, with a warm-up and a decay for each number of steps: with softmax, and from two starts with sigmoid
+attention: the paper's with b = -log n, and the one of ``convert``, whose bias is fitted and whose weights sum to one.
 
 Expected: with b = -log n the converted model starts with a ruined loss; with the fit it is softmax's.
 """
@@ -155,7 +153,7 @@ def compare_starts(setting: Setting) -> Result:
     Raises:
         MissingPackageError: without transformers.
     """
-    names = setting.scaled(("RoPE", models.LLAMA), models.FAMILIES, models.FAMILIES)
+    names = setting.scaled(models.LANGUAGE, models.FAMILIES, models.FAMILIES)
     require("transformers", "Llama models", "'sigattn[transformers]'")
     recordings = sweep.recordings_path(setting) if "speech" in names else None
     jobs, runs = {}, {}
@@ -289,7 +287,7 @@ EXPERIMENTS = (
         judge_starts,
         {"smoke": 0.2, "small": 40.0, "paper": None},
         "1 GPU",
-        "language models of 3 layers of 96, 128 bytes; ViT and speech model of 2 layers of 64; 150 to 3,000 steps",
+        "language models of 3 layers of 96, 128 bytes; ViT and speech model of 2 layers of 64; 600 and 3,000 steps",
         takes=(*TRAINING, "data", "speech"),
         kind="beyond",
     ),

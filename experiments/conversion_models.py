@@ -23,15 +23,8 @@ from sigattn.recipes import find_recipe
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.language import LanguageModelling
 
-LLAMA, WEAK, PEAKY = "Llama", "RoPE, weak", "RoPE, peaky"
-# changed settings of a language model of bytes, and the factor of its training steps
-LANGUAGE: dict[str, tuple[dict[str, Any], float]] = {
-    "RoPE": ({}, 1.0),
-    "ALiBi": ({"position": "alibi"}, 1.0),
-    WEAK: ({}, 0.25),
-    PEAKY: ({"qk_norm": "none"}, 4.0),
-    LLAMA: ({}, 1.0),
-}
+LLAMA = "Llama"
+LANGUAGE = ("RoPE", LLAMA)  # models of bytes
 FAMILIES = (*LANGUAGE, "ViT", "speech")
 
 
@@ -127,16 +120,15 @@ def recipe_of(family: str, setting: Setting) -> Recipe:
         return sweep.shortened(find_recipe("vit-supervised-tiny").softmax(), steps, setting.scaled(8, 64, 128))
     if family == "speech":
         return sweep.shortened(find_recipe("asr-ls960-tiny").softmax(), 5 * steps, setting.scaled(2, 8, 20))
-    changes, factor = LANGUAGE[family]
     model = LanguageModelConfig(
         activation="softmax",
         num_layers=setting.scaled(2, 3, 6),
         embed_dim=setting.scaled(32, 96, 384),
         max_seq_len=setting.scaled(32, 128, 512),
-        **{"position": "rope", **changes},
+        position="rope",
     )
     recipe = replace(find_recipe("lm-85m-2k-tiny"), name=f"lm-{family}", model=model, task=LanguageModelling())
-    return sweep.shortened(recipe, round(factor * steps), 16, learning_rate=2e-3, weight_decay=0.1)
+    return sweep.shortened(recipe, steps, 16, learning_rate=2e-3, weight_decay=0.1)
 
 
 def build(recipe: Recipe) -> nn.Module:
