@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks import isa
-from benchmarks.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
-from benchmarks.inputs import DTYPES, Options
+from benchmarks.inputs import DTYPES
 from sigattn import sigmoid_attention
-from sigattn.nn.fitted_bias import QuadraticBias
 
 COLUMNS = {
     "n": ("n", ","),
@@ -28,18 +28,23 @@ COLUMNS = {
     "forward MiB": ("forward_mib", ".1f"),
     "both MiB": ("extra_mib", ".1f"),
 }
-QUADRATIC = "sigattn, quadratic bias"
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "SDPA softmax": F.scaled_dot_product_attention,
+    "sigattn": sigmoid_attention,
+    "sigattn, normalized": partial(sigmoid_attention, normalize=True),
+    "sigattn, blocked": partial(sigmoid_attention, backend="blocked"),
+}
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
 def measure_all(num_heads: int, head_dim: int, threads: int, held_to: str | None = None) -> list[dict[str, Any]]:
-    """Measure softmax, our sigmoid attention and that of a converted model at 4096 tokens and, with a head, 65,536."""
+    """Measure every implementation at 4096 tokens and, with one head, 65,536."""
     return [
         measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads, held_to)
         for n, h in ((4096, num_heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
-        for name in (SDPA, OURS, QUADRATIC)
+        for name in IMPLEMENTATIONS
     ]
 
 
@@ -64,9 +69,7 @@ def print_peak(
         q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         before = _peak_bytes()
-        out = (_with_quadratic_bias if name == QUADRATIC else CPU_IMPLEMENTATIONS[name].call)(
-            q, k, v, Options(-math.log(length), causal)
-        )
+        out = IMPLEMENTATIONS[name](q, k, v, is_causal=causal)
         forward = _peak_bytes() - before - out.nbytes
         gradients = torch.autograd.grad(out, (q, k, v), grad_out)
         both = _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients))
@@ -75,15 +78,6 @@ def print_peak(
     extra_mib(1024)  # threads, compiled kernels and what else the first call sets up
     row = {"implementation": name, "n": n, "heads": heads, "dtype": dtype, "causal": causal}
     print(json.dumps(row | extra_mib(n)))
-
-
-def _with_quadratic_bias(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-    """Return attention with the bias and the output scale of ``QuadraticBias``."""
-    _, heads, n, head_dim = query.shape
-    bias = QuadraticBias(heads, head_dim, head_dim)
-    visible = torch.arange(1, n + 1).unsqueeze(1) if options.causal else torch.tensor(n)
-    b = bias(n, n, visible=visible, query=query)
-    return bias.scaled(sigmoid_attention(query, key, value, is_causal=options.causal, bias=b))
 
 
 def _peak_bytes() -> int:
