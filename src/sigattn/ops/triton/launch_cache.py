@@ -136,7 +136,7 @@ class Recording(TorchFunctionMode):
         self.index: dict[int, int] = {id(t): i for i, t in enumerate(tensors)}
         self.number = bias if bias is not None and not bias.dim() else None
         self.names: dict[str, Any] = {"on": _on, "with_base": _with_base}  # what the lines refer to
-        self.lines: list[tuple[bool, set[int], set[int], str]] = []  # must be kept?, tensors it makes and uses, code
+        self.lines: list[str] = []
         self.is_complete = True
 
     def __torch_function__(
@@ -158,16 +158,14 @@ class Recording(TorchFunctionMode):
         """Record a call; changes: True if it does more than to return new tensors."""
         if not changes and all(id(t) in self.index for t in _tensors(result)):
             return  # such as a contiguous tensor's ``contiguous``
-        used: set[int] = set()
-        given = [self._code(x, used) for x in args] + [f"{name}={self._code(x, used)}" for name, x in kwargs.items()]
-        made = {self._index(t) for t in _tensors(result)}
+        given = [self._code(x) for x in args] + [f"{name}={self._code(x)}" for name, x in kwargs.items()]
         targets = ""
         if isinstance(result, Tensor):
             targets = f"t{self._index(result)} = "
         elif isinstance(result, (tuple, list)):
             names = [f"t{self._index(x)}" if isinstance(x, Tensor) else "_" for x in result]
             targets = f"[{', '.join(names)}] = "
-        self.lines.append((changes, made, used, f"{targets}{self._name(function)}({', '.join(given)})"))
+        self.lines.append(f"{targets}{self._name(function)}({', '.join(given)})")
 
     def _index(self, t: Tensor) -> int:
         """Return the index of a tensor, a new one for an unknown tensor."""
@@ -181,42 +179,36 @@ class Recording(TorchFunctionMode):
         self.names[name] = constant
         return name
 
-    def _code(self, x: Any, used: set[int]) -> str:
-        """Return an argument as code; used: receives the indices of its tensors."""
+    def _code(self, x: Any) -> str:
+        """Return an argument as code."""
         if isinstance(x, Tensor):
             if id(x) not in self.index:
                 self.is_complete = False
                 return "None"
-            used.add(self.index[id(x)])
             return f"t{self.index[id(x)]}"
         if isinstance(getattr(x, "base", None), Tensor):
-            return f"with_base({self._name(_with_base(x, None))}, {self._code(x.base, used)})"
-        if isinstance(x, (tuple, list)):
-            inside: set[int] = set()
-            fields = [self._code(field, inside) for field in x]
-            if inside:
-                used |= inside
-                return f"{self._name(getattr(type(x), '_make', type(x)))}([{', '.join(fields)}])"
+            return f"with_base({self._name(_with_base(x, None))}, {self._code(x.base)})"
+        if isinstance(x, (tuple, list)) and _tensors(x):
+            fields = [self._code(field) for field in x]
+            return f"{self._name(getattr(type(x), '_make', type(x)))}([{', '.join(fields)}])"
         return self._name(x)
 
     def finish(self, result: Any, device: torch.device) -> Callable[..., Any] | None:
-        """Return the function of the lines that its result needs, or None if the pass must not be stored."""
-        needed: set[int] = set()
-        returned, lines = self._code(result, needed), []
-        if not self.is_complete or not needed:
+        """Return the function of the lines, or None if the pass must not be stored."""
+        returned = self._code(result)
+        if not self.is_complete:
             return None
-        for must_be_kept, made, used, line in reversed(self.lines):
-            if must_be_kept or made & needed:
-                needed |= used
-                lines.append(f"  {line}\n")
-        header = f"def run({self.parameters}):\n with on({self._name(device)}):\n"
-        exec(f"{header}{''.join(reversed(lines))}  return {returned}", self.names)
+        header = f"def run({self.parameters}):\n with on({self._name(device)}):"
+        exec("\n  ".join([header, *self.lines, f"return {returned}"]), self.names)
         run: Callable[..., Any] = self.names["run"]
         return run
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    return [x] if isinstance(x, Tensor) else [t for t in x if isinstance(t, Tensor)] if x is not None else []
+    """Return the tensors in a value and its fields."""
+    if isinstance(x, (tuple, list)):
+        return [t for field in x for t in _tensors(field)]
+    return [x] if isinstance(x, Tensor) else []
 
 
 def _with_base(descriptor: Any, base: Tensor | None) -> Any:
