@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops import validation
-from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
+from sigattn.ops.settings import BACKENDS
 
 _NAME = "context_parallel_attention"
 
@@ -72,7 +72,7 @@ def context_parallel_attention(
             f"{sharding.size(rank)}, but got {local} (length={length}): shard the sequence by SequenceSharding.shard "
             "and pass length"
         )
-    validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     if bias is None:
         bias = log_length_bias(sharding.length)
         if key_lengths is not None:

@@ -50,8 +50,8 @@ def sharded_cache_attention(
     validation.integers(_NAME, "cache_seqlens", cache_seqlens, (batch,), "(B,)", q.device)
     flash_validation.bias(_NAME, sigmoid_bias, q, batch)  # required
     options = flash_validation.options(
-        _NAME, q, batch, KV_CACHE.backends, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False,
-        sigmoid_bias, None, backend, normalize,
+        _NAME, q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, None,
+        backend, normalize,
     )  # fmt: skip
     if normalize and backend == "reference":
         raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")

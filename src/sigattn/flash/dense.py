@@ -51,8 +51,8 @@ def flash_attn_func(
     validation.operands(_NAME, validation.ROWS_FIRST, q=q, k=k, v=v)
     (batch, n, heads, _), m = q.shape, k.shape[1]
     options = flash_validation.options(
-        _NAME, q, batch, DENSE.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sigmoid_bias, sigmoid_precision, backend, normalize,
+        _NAME, q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        sigmoid_bias, sigmoid_precision, backend, normalize,
     )  # fmt: skip
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     if block_mask.is_block_mask(attn_mask):

@@ -82,8 +82,8 @@ def flash_attn_with_kvcache(
     table = flash_validation.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     batch, n, heads, _ = q.shape
     options = flash_validation.options(
-        _NAME, q, batch, KV_CACHE.backends, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False,
-        sigmoid_bias, sigmoid_precision, backend, normalize, queries=n,
+        _NAME, q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias,
+        sigmoid_precision, backend, normalize, queries=n,
     )  # fmt: skip
     num_splits = validation.count(_NAME, "num_splits", num_splits)
     if attn_mask is not None:

@@ -1,18 +1,17 @@
 """Validation of the arguments of ``sigattn.flash``, and their conversion for the operators."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from sigattn.ops import scalars, validation
+from sigattn.ops import scalars, settings, validation
 from sigattn.ops.validation import raise_error
 
 
 def options(
-    caller: str, q: Tensor, batch: int, backends: Iterable[str], dropout_p: Any, softmax_scale: Any, causal: Any,
-    window_size: Any, softcap: Any, alibi_slopes: Any, deterministic: Any, sigmoid_bias: Any,
-    sigmoid_precision: str | None, backend: Any, normalize: Any, queries: int | None = None,
+    caller: str, q: Tensor, batch: int, dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any,
+    alibi_slopes: Any, deterministic: Any, sigmoid_bias: Any, sigmoid_precision: str | None, backend: Any,
+    normalize: Any, queries: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the options of a call as arguments of ``ops.problem.make_problem``; raise unless they fit q.
 
@@ -24,7 +23,7 @@ def options(
     validation.flag(caller, "causal", causal)
     validation.flag(caller, "deterministic", deterministic)
     validation.flag(caller, "normalize", normalize)
-    validation.choice(caller, "backend", backend, tuple(backends))
+    validation.choice(caller, "backend", backend, settings.BACKENDS)
     if alibi_slopes is not None:
         validation.slopes(caller, alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
     b = None if sigmoid_bias is None else bias(caller, sigmoid_bias, q, batch, queries)

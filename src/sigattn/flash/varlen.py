@@ -66,8 +66,8 @@ def flash_attn_varlen_func(
     max_k = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
     batch = cu_seqlens_q.shape[0] - 1
     options = flash_validation.options(
-        _NAME, q, batch, VARLEN.backends, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sigmoid_bias, sigmoid_precision, backend, normalize,
+        _NAME, q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        sigmoid_bias, sigmoid_precision, backend, normalize,
     )  # fmt: skip
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")

@@ -17,10 +17,12 @@ _NAME = "sigmoid_attention"
 def with_checked_lengths(problem: Problem, caller: str = _NAME) -> Problem:
     """Return a problem with a copy of its key_lengths; raise ValueError unless they lie in 0…M.
 
-    A copy, because whoever shares the memory of the original may change it before a kernel reads it. Lengths on an
-    accelerator are not checked: its kernels limit them to M. Those of ``torch.vmap`` are checked slice by slice.
+    A copy, because whoever shares the memory of the original may change it before a kernel reads it. Lengths and query
+    on an accelerator are not checked: its kernels limit them to M. Lengths of ``torch.vmap`` are checked by slices.
     """
     lengths, m = problem.key_lengths, problem.key.shape[2]
+    if lengths is not None and problem.query.device.type == "cpu":
+        lengths = lengths.cpu()  # whose kernels read them
     if lengths is None or not has_values(lengths):
         return problem
     lengths = lengths.clone()
@@ -35,11 +37,11 @@ DENSE: Operator[Problem] = Operator(
     _NAME,
     Problem,
     {
-        "triton": Backend(triton.forward, triton.unavailable, triton.backward, device_type="cuda"),
+        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda"),
         "llvm": Backend(
-            llvm.forward, llvm.unavailable, llvm.backward, llvm.saved_weights, can_be_default=llvm.can_be_default
+            llvm.forward, llvm.backward, llvm.unavailable, llvm.saved_weights, can_be_default=llvm.can_be_default
         ),
-        "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward, blocked.saved_weights),
+        "blocked": Backend(blocked.forward, blocked.backward, saved_weights=blocked.saved_weights),
     },
     reference.attention,
     with_checked_lengths,

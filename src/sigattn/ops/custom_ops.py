@@ -60,13 +60,13 @@ class Backend(Generic[P]):
     # returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of rows; the
     # second argument is what ``saved_weights`` returned (None: no weights are saved)
     forward: Callable[[P, Saved | None], Result]
-    # returns the reason why a problem is not supported, or None; it must not read the values of tensors, because it is
-    # called outside the op, where a compiler may be tracing
-    unavailable: Callable[[P], str | None]
     # returns the gradients that are needed, given the gradient of the output and the result of the forward pass: the
     # weights if they were saved, the output if the problem normalises. The gradients of query, key and value have the
     # strides of ``torch.empty_like``, others are contiguous. None without gradients
     backward: Callable[[P, Tensor, Result, NeedsGrad], Gradients] | None = None
+    # returns the reason why a problem is not supported, or None; it must not read the values of tensors, because it is
+    # called outside the op, where a compiler may be tracing
+    unavailable: Callable[[P], str | None] = lambda _: None
     saved_weights: Callable[[P], Saved | None] = lambda _: None  # shape and dtype of the weights to save, or None
     device_type: str | None = None  # on which the backend can be the default; None for all
     # returns False for problems that the backend supports without being the default; None if there are none
@@ -103,7 +103,7 @@ class Operator(Generic[P]):
         self.problem_type = problem_type
         self.backends: dict[str, Backend[P]] = backends
         if formula is not None:
-            reference: Backend[P] = Backend(self._formula_forward, formula_unavailable, self._formula_backward)
+            reference: Backend[P] = Backend(self._formula_forward, self._formula_backward, formula_unavailable)
             self.backends = {**backends, "reference": reference}
         self.formula = formula
         self.checked = checked

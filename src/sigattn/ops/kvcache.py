@@ -13,6 +13,7 @@ from torch.overrides import has_torch_function
 from sigattn.ops import autograd, blocked, llvm, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, has_values, library, record
 from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_problem
+from sigattn.ops.settings import BACKENDS
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (
@@ -60,10 +61,10 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
     _NAME,
     KVCacheProblem,
     {
-        "triton": Backend(triton.kvcache_forward, triton.unavailable, device_type="cuda"),
-        "llvm": Backend(llvm.kvcache_forward, llvm.unavailable, can_be_default=llvm.kvcache_can_be_default),
-        "blocked": Backend(blocked.kvcache_forward, blocked.unavailable),
-        "reference": Backend(reference.kvcache_attention, blocked.unavailable),
+        "triton": Backend(triton.kvcache_forward, unavailable=triton.unavailable, device_type="cuda"),
+        "llvm": Backend(llvm.kvcache_forward, unavailable=llvm.unavailable, can_be_default=llvm.kvcache_can_be_default),
+        "blocked": Backend(blocked.kvcache_forward),
+        "reference": Backend(reference.kvcache_attention),
     },
     None,
     _with_checked_bounds,
@@ -202,7 +203,7 @@ def sigmoid_kvcache_attention(
     if left_padding is not None:
         validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
     num_splits = validation.count(_NAME, "num_splits", num_splits)
-    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
     block_table = None if block_table is None else as_index(block_table)
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -224,9 +225,7 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
     if lengths is None and default is None:
         raise ValueError(f"{caller}: new keys and values need {name}, the number of keys that the cache holds already")
     if not isinstance(lengths, Tensor):
-        length = default
-        if lengths is not None:
-            length = validation.position(caller, f"{name}, if not a tensor,", lengths)
+        length = default if lengths is None else validation.position(caller, f"{name}, if not a tensor,", lengths)
         return torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)  # type: ignore[arg-type]
     if lengths.dim() == 0:
         lengths = lengths.expand(query.shape[0])

@@ -125,9 +125,14 @@ class Problem(NamedTuple):
         )
 
 
-def select_rows(t: Tensor | None, rows: slice) -> Tensor | None:
-    """Return rows of a tensor (B, H, N, E); a tensor that is broadcast over N is returned whole."""
-    return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, rows]
+def select_rows(t: Any, rows: slice) -> Any:
+    """Return rows of a tensor (B, H, N, E), a view; None, a number, and a tensor with no other rows as they are."""
+    return t if t is None or t.dim() < 4 or t.shape[2] <= rows.stop - rows.start else t[:, :, rows]
+
+
+def select_samples(t: Any, samples: slice) -> Any:
+    """Return samples of a tensor (B, …), a view; None, a number, and a tensor of one sample as they are."""
+    return t if t is None or not t.dim() or t.shape[0] == 1 else t[samples]
 
 
 class VarlenProblem(NamedTuple):
@@ -174,31 +179,22 @@ class VarlenProblem(NamedTuple):
             return t[part].transpose(0, 1).unsqueeze(0)
 
         query, key = heads_first(self.query, query_rows), heads_first(self.key, key_rows)
-        n, m = query.shape[2], key.shape[2]
-        bias = self.bias if self.bias is None or not self.bias.dim() else self.of_sequence(self.bias, index)
+        n, m, samples = query.shape[2], key.shape[2], slice(index, index + 1)
+        mask = select_samples(self.attn_mask, samples)
+        if mask is not None:  # (1, Hq or 1, n or 1, m or 1)
+            mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
+            mask = mask if mask.shape[3] == 1 else mask[..., :m]
         return Problem(
             query,
             key,
             heads_first(self.value, key_rows),
-            bias,
-            None if self.attn_mask is None else self.mask_of_sequence(self.attn_mask, index, n, m),
-            alibi_slopes=None if self.alibi_slopes is None else self.of_sequence(self.alibi_slopes, index),
+            select_samples(self.bias, samples),
+            mask,
+            select_samples(self.alibi_slopes, samples),
             query_offset=m - n,
             first_head=index * query.shape[1],
             **_shared_options(self),
         )
-
-    @staticmethod
-    def of_sequence(t: Tensor, index: int) -> Tensor:  # (B or 1, …) → (1, …), a view
-        """Return the part of a tensor that applies to a sequence."""
-        return t if t.shape[0] == 1 else t[index : index + 1]
-
-    @classmethod
-    def mask_of_sequence(cls, mask: Tensor, index: int, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1)
-        """Return the part of a mask that applies to a sequence of n queries and m keys, a view."""
-        mask = cls.of_sequence(mask, index)
-        mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
-        return mask if mask.shape[3] == 1 else mask[..., :m]
 
     def sum_rows(self, per_row: Tensor) -> Tensor:  # (Tq, Hq, …) → (B, Hq, …)
         """Sum values per query over each sequence."""
@@ -247,23 +243,19 @@ class KVCacheProblem(NamedTuple):
 
         length, end: one past the last key and the last query of each of the samples.
         """
-
-        def of(t: Tensor) -> Tensor:  # (B or 1, …) → (nb or 1, …)
-            return t if t.shape[0] == 1 else t[samples]
-
-        mask = None
-        if self.attn_mask is not None:  # of the last K keys; earlier ones are visible
-            start = length - self.attn_mask.shape[3]
-            mask = of(self.attn_mask)[..., max(first - start, 0) : max(stop - start, 0)]
+        mask = select_samples(self.attn_mask, samples)
+        if mask is not None:  # of the last K keys; earlier ones are visible
+            start = length - mask.shape[3]
+            mask = mask[..., max(first - start, 0) : max(stop - start, 0)]
             visible = 1.0 if mask.dtype is torch.bool else 0.0
             mask = torch.nn.functional.pad(mask, (stop - first - mask.shape[3], 0), value=visible)
         return Problem(
             self.query[samples].transpose(1, 2),
             self._keys(self.key, samples, first, stop),
             self._keys(self.value, samples, first, stop),
-            self.bias if self.bias.dim() == 0 else of(self.bias),
+            select_samples(self.bias, samples),
             mask,
-            None if self.alibi_slopes is None else of(self.alibi_slopes),
+            select_samples(self.alibi_slopes, samples),
             query_offset=end - self.query.shape[1] - first,
             **_shared_options(self),
         )

@@ -7,9 +7,10 @@ from torch.overrides import has_torch_function
 from sigattn.ops import blocked, llvm, reference, triton, validation
 from sigattn.ops.custom_ops import Backend, Operator, record
 from sigattn.ops.problem import VarlenProblem, cast_operands, make_problem
+from sigattn.ops.settings import BACKENDS
 
 _NAME = "sigmoid_varlen_attention"
-_CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls
+_CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of the op, which does not know who calls
 
 
 def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
@@ -59,11 +60,11 @@ VARLEN: Operator[VarlenProblem] = Operator(
     _NAME,
     VarlenProblem,
     {
-        "triton": Backend(triton.forward, triton.unavailable, triton.backward, device_type="cuda"),
+        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda"),
         "llvm": Backend(
-            llvm.varlen_forward, llvm.unavailable, llvm.varlen_backward, can_be_default=llvm.can_be_default
+            llvm.varlen_forward, llvm.varlen_backward, llvm.unavailable, can_be_default=llvm.can_be_default
         ),
-        "blocked": Backend(blocked.varlen_forward, blocked.unavailable, blocked.varlen_backward),
+        "blocked": Backend(blocked.varlen_forward, blocked.varlen_backward),
     },
     reference.varlen_attention,
     with_checked_sequences,
@@ -144,7 +145,7 @@ def sigmoid_varlen_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, bias=bias, window=window,
         alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
     )  # fmt: skip
-    validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = make_problem(
         VarlenProblem, query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q,
         max_seqlen_k=max_k, **options,

@@ -21,8 +21,6 @@ def by_slices(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Se
     for i in range(size):
         pairs = zip(args, in_dims, strict=True)
         slices.append(op(*(a.select(d, i) if isinstance(a, Tensor) and d is not None else a for a, d in pairs)))
-    if isinstance(slices[0], Tensor):
-        return torch.stack(slices), 0
     return tuple(torch.stack(s) for s in zip(*slices, strict=True)), (0,) * len(slices[0])
 
 

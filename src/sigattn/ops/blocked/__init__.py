@@ -3,11 +3,9 @@
 import functools
 
 from sigattn.ops import packed
-from sigattn.ops.blocked.dense import attend, backward, differentiate, forward, saved_weights, unavailable
+from sigattn.ops.blocked.dense import attend, backward, differentiate, forward, saved_weights
 
-__all__ = [
-    "backward", "forward", "kvcache_forward", "saved_weights", "unavailable", "varlen_backward", "varlen_forward",
-]  # fmt: skip
+__all__ = ["backward", "forward", "kvcache_forward", "saved_weights", "varlen_backward", "varlen_forward"]
 
 _PIECE = 1 << 19  # measured on CPUs
 varlen_forward = functools.partial(packed.varlen_forward, attend)

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import normalization
-from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile, rows_of
+from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Tiles, arithmetic, choose_tiles, groups, new_memory, of_tile
 from sigattn.ops.dropout import keep_scale
 from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
-from sigattn.ops.problem import UNLIMITED, Problem, in_dtypes, new_gradients, new_result, scale_of
+from sigattn.ops.problem import UNLIMITED, Problem, in_dtypes, new_gradients, new_result, scale_of, select_rows
 from sigattn.ops.reference import distances
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
-
-
-def unavailable(_: object) -> None:
-    """Support every problem; always returns None."""
 
 
 def saved_weights(problem: Problem) -> Saved | None:
@@ -91,7 +87,7 @@ def _attend(problem: Problem, result: Result) -> None:
                     p = p.masked_fill(tiles.dropped(i, j), 0)
                 total = add_product(total, p, tiles.value[:, j], target)  # O += P V
             if part.normalize:
-                write(rows_of(row_sums[..., :1], i), sums)
+                write(select_rows(row_sums[..., :1], i), sums)
                 if total is not None and sums is not None:
                     total.mul_(torch.where(sums == 0, 0, 1 / sums))  # O / t
             write(target, total, factor)
@@ -131,7 +127,7 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
             query_sum = d_query.new_zeros(*shape[:2], tiling.num_queries, shape[3], dtype=wide)
         for j, visible in tiles.loop(outer=1):
             key, value = tiles.key[:, j], tiles.value[:, j]  # (G, C, D or Dv)
-            d_key_rows, d_value_rows = rows_of(d_key, j), rows_of(d_value, j)  # (B, Hkv, C, D or Dv)
+            d_key_rows, d_value_rows = select_rows(d_key, j), select_rows(d_value, j)  # (B, Hkv, C, D or Dv)
             key_sum: Tensor | None = None  # (G, C, D)
             value_sum: Tensor | None = None  # (G, C, Dv)
             for i in visible:
@@ -142,7 +138,7 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
                 if dropped is not None:
                     d.masked_fill_(dropped, 0)
                 if part.normalize:
-                    tiles.by_head(d, i, j).sub_(rows_of(row_terms, i))  # dP - δ
+                    tiles.by_head(d, i, j).sub_(select_rows(row_terms, i))  # dP - δ
                 torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 - P)
                 if tiles.may_hide:
                     tiles.hide(d, i, j)  # 0 · NaN where V or dO is not finite
@@ -154,7 +150,7 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
                 if query_sum is None:  # the only tile
                     query_sum = add_product(None, d, key, d_query)  # dQ = dS K
                 else:
-                    query_rows = rows_of(query_sum, i)
+                    query_rows = select_rows(query_sum, i)
                     query_rows += torch.bmm(d, key).view_as(query_rows)  # dQ += dS K
                 key_sum = add_product(key_sum, d.mT, query, d_key_rows)  # dK += dSᵀ Q
                 p = p if dropped is None else p.masked_fill(dropped, 0)
@@ -201,7 +197,7 @@ def write(target: Tensor | None, total: Tensor | None, factor: float = 1.0) -> N
 def add_sums(d: Tensor, problem: Problem, i: slice, j: slice, gradients: Gradients) -> None:
     """Add the sums of a tile's dS, (B, H, R, C), to the gradients of bias, mask and slopes."""
     if gradients.bias is not None:
-        bias = rows_of(gradients.bias, i)
+        bias = select_rows(gradients.bias, i)
         bias += d.sum(-1, keepdim=True, dtype=bias.dtype).sum_to_size(bias.shape)
     if gradients.attn_mask is not None:
         mask = of_tile(gradients.attn_mask, i, j)

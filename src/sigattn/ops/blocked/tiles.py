@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sigattn.ops.block_mask import HIDDEN, runs
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm, scale_of
+from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm, scale_of, select_rows, select_samples
 from sigattn.ops.reference import alibi
 
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
@@ -136,7 +136,7 @@ def _of_heads(tensors: Any, samples: slice, key_heads: slice, repeat: int) -> An
     parts = {}
     for name, t in tensors._asdict().items():
         if isinstance(t, Tensor) and t.dim() > 2 and name != "mask_tiles":
-            t = t if t.shape[0] == 1 else t[samples]
+            t = select_samples(t, samples)
             parts[name] = t if t.shape[1] == 1 else t[:, key_heads if name in ("key", "value") else query_heads]
     return tensors._replace(**parts)
 
@@ -151,9 +151,7 @@ class Tiles:
         self.size: int = self.batch * p.key.shape[1]  # G
         self.repeat: int = self.batch * self.heads // self.size  # rep
         self.num_keys: int = tiling.num_keys  # that are computed, padded
-        self.exists: Tensor | None = (
-            None  # (B, 1, num_keys, 1), False for keys beyond ``key_lengths``, if there are any
-        )
+        self.exists: Tensor | None = None  # with ``key_lengths``: (B, 1, num_keys, 1), False for keys beyond
         if p.key_lengths is not None:
             lengths = p.key_lengths
             if lengths.device.type == "cpu" and not tiling.is_saved:  # on an accelerator, reading would synchronise
@@ -266,7 +264,7 @@ class Tiles:
         if problem.softcap:
             p.mul_(problem.softcap)
         if isinstance(bias, Tensor):
-            self.by_head(p, i, j).add_(rows_of(bias, i))
+            self.by_head(p, i, j).add_(select_rows(bias, i))
         elif bias != 0:
             p.add_(bias)
         if mask is not None and mask.is_floating_point():
@@ -324,12 +322,7 @@ def new_memory(problem: Problem, tiling: Tiling) -> Tensor:
     return problem.query.new_empty(heads * tiling.rows * tiling.columns, dtype=tiling.dtype)
 
 
-def rows_of(t: Any, i: slice) -> Any:  # (B or 1, H or 1, R or 1, E)
-    """Return rows i of each head of a tensor (B or 1, H or 1, N or 1, E), a view; the tensor if it has no others."""
-    return t if t is None or t.shape[2] <= i.stop - i.start else t[:, :, i]
-
-
 def of_tile(t: Tensor, i: slice, j: slice) -> Tensor:  # (B or 1, H or 1, R or 1, C or 1)
     """Return a tile's part of a tensor broadcastable to (B, H, N, M), a view."""
-    t = rows_of(t, i)
+    t = select_rows(t, i)
     return t if t.shape[3] == 1 else t[..., j]

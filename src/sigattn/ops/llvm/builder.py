@@ -79,7 +79,7 @@ class Value:
         return Value(self.b, compare(predicate, self.raw, self._raw(other)))
 
     __add__, __radd__ = _binary("add", "fadd"), _binary("add", "fadd")
-    __sub__, __rsub__ = _binary("sub", "fsub"), _reflected("sub", "fsub")
+    __sub__ = _binary("sub", "fsub")
     __mul__, __rmul__ = _binary("mul", "fmul"), _binary("mul", "fmul")
     __truediv__, __rtruediv__ = _binary("", "fdiv"), _reflected("", "fdiv")
     __floordiv__, __mod__ = _binary("sdiv", ""), _binary("srem", "")
@@ -109,9 +109,7 @@ class Value:
         return Value(self.b, self.b.ir.sitofp(self.raw, kind))
 
     def to_int32(self) -> Value:
-        """Convert a 64-bit integer, or a vector of float32, to 32 bits; values outside are not defined."""
-        if self._is_float:
-            return Value(self.b, self.b.ir.fptosi(self.raw, self.b.int32s))
+        """Convert a 64-bit integer to 32 bits."""
         return Value(self.b, self.b.ir.trunc(self.raw, INT32))
 
 

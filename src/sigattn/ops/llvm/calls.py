@@ -175,8 +175,7 @@ class _Call:
         if p.bias is not None or p.key_lengths is not None or p.normalize:
             self._set_bias(p)
         if p.key_lengths is not None:
-            # a copy within bounds, because whoever shares the memory of the lengths may change them during the call
-            self.set("lengths", p.key_lengths.to(torch.int64).clamp(0, p.key.shape[2]).contiguous())
+            self.set("lengths", p.key_lengths.to(torch.int64))
             self.args.lengths_batch_stride = 1
         if p.alibi_slopes is not None:
             slopes = p.alibi_slopes.float().contiguous()

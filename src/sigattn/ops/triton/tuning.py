@@ -27,7 +27,7 @@ class Config(NamedTuple):
     warps: int  # of a program
     stages: int  # tiles in flight
     sigmoid: str = "accurate"  # form of σ in 16 bits, also "paired", "paired-rcp" and "rcp" (activation.py)
-    tma: bool = False  # load tiles by TMA if the tensors allow it (tma.py); from Hopper on
+    tma: bool = False  # load tiles by TMA if the tensors allow it; from Hopper on
     # compute dK and dV in two launches: five products instead of four, but each has enough registers for wide heads
     split_dkdv: bool = False
     registers: int = 0  # of a thread at most, so that more programs fit a multiprocessor; 0 leaves it to the compiler
