@@ -232,6 +232,19 @@ def test_a_softmax_model_that_was_examined_is_left_as_it_was():
     assert b"sigattn" not in pickle.dumps(model)
 
 
+def test_models_of_one_configuration_do_not_change_one_another():
+    """The softmax model of a comparison stays one, or raises; both orders of building are tried."""
+    config = AutoConfig.for_model("llama", **TEXT)
+    softmax = [AutoModelForCausalLM.from_config(config)]
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
+    softmax.append(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    assert sigmoid.check(ours, **inputs_of("llama")) == 2
+    assert [model.config._attn_implementation for model in softmax] == ["sdpa", "sdpa"]
+    convert(softmax[0])
+    with pytest.raises(ValueError, match="another model of the same LlamaConfig object, or before this layer was"):
+        softmax[1](**inputs_of("llama"))
+
+
 def test_a_model_that_is_asked_for_weights_raises():
     """Also where its layers do not see the argument, and where the configuration asks for them."""
     model, ids = model_of("gpt2", "sigmoid"), torch.arange(3, 13)[None]

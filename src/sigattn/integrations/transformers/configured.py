@@ -137,6 +137,13 @@ def layer_settings(layer: Any) -> tuple[Any, bool]:
     learned = getattr(layer, ATTRIBUTE, None)
     if isinstance(learned, (CallObserver, KeptSoftmax)):
         return learned, True
+    config = getattr(layer, "config", None)
+    if not hasattr(layer, CONFIGS) and getattr(config, "_attn_implementation_internal", None) == NAME:
+        raise error_of(
+            layer,
+            f"it was chosen for another model of the same {type(config).__name__} object, or before this layer was "
+            f'added: build each model from its own copy.deepcopy(config), or call set_attn_implementation("{NAME}")',
+        )
     normalize = _configured(layer, NORMALIZE, False)
     if not isinstance(normalize, bool):
         raise error_of(layer, f"config.{NORMALIZE} must be True or False, got {normalize!r}")

@@ -5,6 +5,7 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 """
 
 import contextvars
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,7 @@ _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", def
 def wrap_selection() -> None:
     """Wrap the methods of ``PreTrainedModel`` that choose an implementation or handle its biases, once per process."""
     wrappers: dict[str, Any] = {
+        "_from_config": _from_config,
         "get_correct_attn_implementation": _get_correct_attn_implementation,
         "post_init": _post_init,
         "set_attn_implementation": _set_attn_implementation,
@@ -48,6 +50,12 @@ def wrap_selection() -> None:
         if not hasattr(function, "sigattn"):
             wrapped = wrap(function, wrapper)
             setattr(PreTrainedModel, name, wrapped if function is original else classmethod(wrapped))
+
+
+def _from_config(original: Any, model_class: type[PreTrainedModel], config: PretrainedConfig, **kwargs: Any) -> Any:
+    """Build a model for which "sigmoid" is asked of a copy of its configuration, which other models may have, too."""
+    chooses = _selects_sigmoid(kwargs.get("attn_implementation"))
+    return original(model_class, copy.deepcopy(config) if chooses else config, **kwargs)
 
 
 def _can_set_attn_implementation(original: Any, model_class: type[PreTrainedModel]) -> bool:
