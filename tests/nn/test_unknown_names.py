@@ -55,6 +55,9 @@ CASES = {
     'make_feed_forward("glu", 8, 8)': "one of gelu, relu, swish, got 'glu'",
     'initialize(a, "xavier")': "one of fan_in, trunc_normal, moco_v3, got 'xavier'",
     'LanguageModel(LanguageModelConfig(position="cape"))': "'rope', 'alibi', 'sincos', 'none', got 'cape'",
+    'ViTConfig(pool="mean")': "pool must be one of cls, average, got 'mean'",
+    'transforms("autoaugment", 8)': "augmentation must be one of none, crop, randaugment, simclr, multicrop, got 'auto",
+    'TrainConfig(precision="bf16")': "precision must be one of float32, bfloat16, got 'bf16'",
     'ViT(ViTConfig(position="rope"))': '"learnable", "sincos", "cape" or "none"',
     'SpeechModel(SpeechModelConfig(position="learnable"))': "'cape', 'rope', 'alibi', 'sincos', 'none', got ",
     'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
@@ -80,7 +83,7 @@ CASES = {
     "DropPath(1.0)": "[0, 1)",
     "ConvolutionModule(8, 4)": "odd, got 4",
     "Cape(7)": "even, got 7",
-    "image_sinusoids(6, 2, 2)": "embed_dim=6",
+    "ImageSinusoids(6, 2, 2)": "embed_dim=6",
     "Cape(8, max_global_shift=-1.0)": "max_scale at least 1",
     "Cape(8, max_local_shift=0.6)": "max_scale at least 1",
     "Cape(8, max_scale=0.5)": "max_scale at least 1",
@@ -105,7 +108,8 @@ CASES = {
 }
 MODULES = ("nn.attention", "nn.bias", "nn.bias_rules", "nn.block", "nn.cape", "nn.conformer", "nn.feedforward",
            "nn.fitted_bias", "nn.guide", "nn.initialization", "nn.position", "nn.residual_branch", "nn.visible_keys",
-           "models.language", "models.speech", "models.vision", "models.saving")  # fmt: skip
+           "models.language", "models.speech", "models.vision", "models.saving", "data.images",
+           "train.config")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

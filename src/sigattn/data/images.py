@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from sigattn.data.dataset import Batch, Data, DataError, UnreadableFiles, draw_samples, sample_generator
 from sigattn.files import files_sha256
 from sigattn.optional import explain_import_errors, require
+from sigattn.validation import check_among
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
@@ -26,6 +27,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of
 
 def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
     """Return torchvision's transform from a PIL image to a tensor, or to a list of tensors if there are views."""
+    check_among(get_args(Augmentation), {"augmentation": augmentation})
     with explain_import_errors("vision"):
         from torchvision.transforms import v2
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]

@@ -102,6 +102,7 @@ class TrainConfig:
         validation.check_fraction(self, "ema")
         validation.check_seed(self, "seed")
         validation.check_among(("adamw", "adam", "adagrad"), self, "optimizer")
+        validation.check_among(("float32", "bfloat16"), self, "precision")
         validation.check_among(("cosine", "steps", "constant"), self, "schedule")
         validation.check_bool(self, "independent_decay", "mup_simple", "checkpoint_activations", "compile")
         if self.independent_decay and (self.optimizer != "adamw" or not self.learning_rate):
