@@ -48,7 +48,7 @@ def test_encodings_that_are_added_to_the_input():
 
 
 def test_image_sinusoids():
-    table = position.image_sinusoids(8, 2, 3)
+    table = position.ImageSinusoids(8, 2, 3).encoding
     for row in range(2):
         for column in range(3):
             angles = [column, column / 100, row, row / 100]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from sigattn.models.config import ModelConfig
 from sigattn.models.transformer import Transformer, residual_stream
-from sigattn.models.vision import ImageSinusoids, ViT, ViTConfig
+from sigattn.models.vision import ViT, ViTConfig
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
+from sigattn.nn.position import ImageSinusoids
 from sigattn.shapes import Float
 from sigattn.validation import check_at_least, check_fraction
 

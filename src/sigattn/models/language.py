@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sigattn.models.config import TransformerConfig
 from sigattn.models.generation import SamplingConfig, sample
 from sigattn.models.transformer import Transformer, residual_stream
-from sigattn.nn.attention import SequenceShard
+from sigattn.nn.attention import SequenceShard, positions_of
 from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
@@ -126,7 +126,7 @@ class LanguageModel(Transformer):
             ) from error
         x = residual_stream(embedded)  # (B, N, embed_dim)
         if self.position is not None:
-            x = self.position(x, first, self._positions(tokens, first, cache, documents))
+            x = self.position(x, first, positions_of(x, self.sequence_shard, cache[0] if cache else None, documents))
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, cache=cache[i] if cache else None, documents=documents)
         x = self.norm(x)
@@ -138,19 +138,6 @@ class LanguageModel(Transformer):
                 "the embedding on its device"
             )
         return F.linear(x, self.embedding.weight)
-
-    def _positions(
-        self, tokens: Tensor, first: int, cache: Sequence[KVCache] | None, documents: Documents | None
-    ) -> Tensor | None:
-        """Return the positions, (B, N), or None if they are first, first + 1, …"""
-        if self.sequence_shard is not None:
-            return self.sequence_shard.positions(tokens.device).expand(tokens.shape)
-        if documents is not None:
-            return documents.positions
-        if not cache or cache[0].left_padding is None:
-            return None
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
-        return (positions - cache[0].left_padding[:, None]).clamp(min=0)
 
     def new_kv_cache(self, left_padding: Int[Tensor, " batch"] | None = None) -> list[KVCache]:
         """Create an empty cache for each layer; ``left_padding`` is the first position of each sample's prompt."""

@@ -13,9 +13,9 @@ from sigattn.nn.block import Block
 from sigattn.nn.cape import ImageCape
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
-from sigattn.nn.position import LearnableEmbedding, image_sinusoids
+from sigattn.nn.position import ImageSinusoids, LearnableEmbedding
 from sigattn.shapes import Float
-from sigattn.validation import check_at_least, check_bool
+from sigattn.validation import check_among, check_at_least, check_bool
 
 Position = Literal["learnable", "sincos", "cape", "none"]
 
@@ -53,6 +53,7 @@ class ViTConfig(TransformerConfig):
         super().__post_init__()
         check_at_least(1, self, "image_size", "patch_size", "channels")
         check_at_least(0, self, "num_classes")
+        check_among(("cls", "average"), self, "pool")
         check_bool(self, "dynamic_img_size", "freeze_patch_embed")
 
     def build(self) -> "ViT":
@@ -147,27 +148,6 @@ class ViT(Transformer):
         for block in self.blocks:
             x = self.run_block(block, x)
         return self.norm(x)
-
-
-class ImageSinusoids(nn.Module):
-    """Fixed sines and cosines, added to the patches."""
-
-    encoding: Tensor
-
-    def __init__(self, embed_dim: int, rows: int, columns: int) -> None:
-        super().__init__()
-        self.rows, self.columns = rows, columns
-        self.register_buffer("encoding", torch.empty(rows * columns, embed_dim), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.rows, self.columns))
-
-    def extra_repr(self) -> str:
-        return f"{self.encoding.shape[1]}, rows={self.rows}, columns={self.columns}"
-
-    def forward(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch patches embed_dim"]:
-        return x + self.encoding.to(x.dtype)
 
 
 def make_position(kind: str, embed_dim: int, rows: int, columns: int) -> nn.Module:

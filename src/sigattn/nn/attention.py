@@ -43,6 +43,20 @@ class SequenceShard(Protocol):
         """
 
 
+def positions_of(
+    x: Tensor, shard: SequenceShard | None, cache: KVCache | None, documents: Documents | None
+) -> Tensor | None:
+    """Return the positions, (N,) or (B, N), of tokens x (B, N, …) in their sequences; None if they follow the cache."""
+    if shard is not None:
+        return shard.positions(x.device)
+    if documents is not None:
+        return documents.positions
+    if cache is None or cache.left_padding is None:
+        return None
+    positions = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
+    return positions - cache.left_padding.to(x.device)[:, None]
+
+
 class Attention(nn.Module):
     """Multi-head self- or cross-attention, ``activation(e^t Q Kᵀ / √d + b) V / n^α``, with its linear projections.
 
@@ -268,8 +282,7 @@ class Attention(nn.Module):
             return node
         self._check_call(x, kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length
-        left_padding = None if cache is None else cache.left_padding
-        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset, left_padding, documents)
+        query, key, value = self._project(x, x if kv_input is None else kv_input, cache, documents)
         if cache is not None:
             key, value = cache.append(key, value)
         spec = MaskSpec(
@@ -331,7 +344,7 @@ class Attention(nn.Module):
             )
 
     def _project(
-        self, x: Tensor, kv_input: Tensor, query_offset: int, left_padding: Tensor | None, documents: Documents | None
+        self, x: Tensor, kv_input: Tensor, cache: KVCache | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, Hq, N, D), keys and values (B, Hkv, M, D), after norms, positions and temperature."""
         query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
@@ -339,14 +352,10 @@ class Attention(nn.Module):
         if isinstance(self.attention_bias, QueryBias):
             query = self.attention_bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
-            positions = None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
             # each sequence starts at 0: a bias may depend on the rotated query, not on products with keys alone
-            if documents is not None:
-                positions = documents.positions
-            if left_padding is not None:
-                positions = torch.arange(query_offset, query_offset + x.shape[1], device=x.device)
-                positions = positions - left_padding.to(x.device)[:, None]
-            query, key = (self.position(t, query_offset, positions) for t in (query, key))
+            positions = positions_of(x, self.sequence_shard, cache, documents)
+            offset = 0 if cache is None else cache.length
+            query, key = (self.position(t, offset, positions) for t in (query, key))
         if self.temperature is not None:
             half = (self.temperature / 2).exp()  # on Q and on K, because Q · e^10 may overflow in float16
             query, key = query * half.to(query.dtype), key * half.to(key.dtype)

@@ -163,25 +163,40 @@ class SinusoidalEmbedding(Wavelengths):
         self,
         x: Float[Tensor, "batch length embed_dim"],
         offset: int = 0,
-        positions: Int[Tensor, "batch length"] | None = None,
+        positions: Int[Tensor, "*batch length"] | None = None,
     ) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding of positions offset, offset + 1, …, or of ``positions``."""
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[1], device=x.device)
-        angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, embed_dim / 2)
+        angles = positions.float().unsqueeze(-1) * self.frequencies  # (B?, length, embed_dim / 2)
         return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).to(x.dtype)
 
 
-def image_sinusoids(embed_dim: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:
-    """Return the fixed encoding of MoCo v3 and MAE for an image's patches, (rows · columns, embed_dim)."""
-    if embed_dim % 4:
-        raise ValueError(
-            f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got embed_dim={embed_dim}"
-        )
-    frequencies = base ** -(torch.arange(embed_dim // 4) / (embed_dim // 4))
-    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
-    return torch.cat([part for angles in parts for part in (angles.sin(), angles.cos())], -1)
+class ImageSinusoids(nn.Module):
+    """Fixed sines and cosines of MoCo v3 and MAE, added to an image's patches in row-major order."""
+
+    encoding: Tensor
+
+    def __init__(self, embed_dim: int, rows: int, columns: int) -> None:
+        super().__init__()
+        if embed_dim % 4:
+            raise ValueError(f"ImageSinusoids: embed_dim must be a multiple of 4, got embed_dim={embed_dim}")
+        self.rows, self.columns = rows, columns
+        self.register_buffer("encoding", torch.empty(rows * columns, embed_dim), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        quarter = self.encoding.shape[1] // 4
+        frequencies = 10_000.0 ** -(torch.arange(quarter) / quarter)
+        y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
+        parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
+        self.encoding.copy_(torch.cat([part for angles in parts for part in (angles.sin(), angles.cos())], -1))
+
+    def extra_repr(self) -> str:
+        return f"{self.encoding.shape[1]}, rows={self.rows}, columns={self.columns}"
+
+    def forward(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch patches embed_dim"]:
+        return x + self.encoding.to(x.dtype)
 
 
 class LearnableEmbedding(nn.Module):
