@@ -228,11 +228,8 @@ class Trainer:
         checkpoints = checkpoint.list_checkpoints(self.checkpoints)
         if not checkpoints:
             return 0
-        path = checkpoints[-1]
-        done = checkpoint.load(path, self.module, self.optimizer, settings, self.processes, average=self.average)
-        if not self._is_finite():
-            raise checkpoint.CheckpointError(f"{path} holds weights that are not finite: delete it to use an older one")
-        return done
+        run = (self.module, self.optimizer, settings, self.processes)
+        return checkpoint.load(checkpoints[-1], *run, average=self.average)
 
     def train(
         self, done: int, settings: dict[str, Any], log: MetricsLog | None,
@@ -271,17 +268,14 @@ class Trainer:
         keep = self.config.keep_checkpoints
         return checkpoint.save(self.checkpoints, *run, average=self.average, keep_checkpoints=keep)
 
-    def _is_finite(self) -> bool:
-        """Return True if all weights and the optimizer's state, on all processes, are finite."""
+    def _check_weights(self, step: int) -> None:
+        """Raise NonFiniteLossError unless all weights and the optimizer's state, on all processes, are finite."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         if self.average is not None:
             tensors += list(self.average.parameters())
         are_finite = [sharding.to_local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
-        return not self.processes.reduce_max(not torch.stack(are_finite).all())
-
-    def _check_weights(self, step: int) -> None:
-        if not self._is_finite():
+        if self.processes.reduce_max(not torch.stack(are_finite).all()):
             raise self._not_finite(f"step {step}: weights that are not finite")
 
     def _not_finite(self, message: str) -> NonFiniteLossError:
