@@ -77,7 +77,7 @@ class SigmoidMultiheadAttention(UnfusedMultihead):
 
 def describe_settings(layer: Any) -> str:
     """Return the settings of a converted layer's attention that no submodule shows."""
-    rule = "" if layer.sigmoid_bias is not None else "sigmoid_bias=None (-log of the visible keys)"
+    rule = "sigmoid_bias=None (-log of the visible keys)" if getattr(layer, "sigmoid_bias", "") is None else ""
     return ", ".join(filter(None, (rule, "sigmoid_normalize=True" if layer.sigmoid_normalize else "")))
 
 

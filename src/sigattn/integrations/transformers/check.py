@@ -42,7 +42,7 @@ def unsupported_layers(
     config = getattr(module, "config", None)
     chosen_here = config._attn_implementation if isinstance(config, PretrainedConfig) else None
     if isinstance(module, PreTrainedModel):
-        chosen = chosen | sub_configs(module.config)
+        chosen = chosen.union(sub_configs(module.config))
         is_excluded = chosen_here != NAME and implementation == NAME and id(config) not in chosen
         if is_excluded and any(computes_softmax(m) or dispatches(m) for m in module.modules()):
             yield path, module
@@ -55,13 +55,10 @@ def unsupported_layers(
         yield from unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
 
 
-def sub_configs(config: PretrainedConfig) -> set[int]:
-    """Return the ids of the registered sub-configurations, at any depth."""
-    ids: set[int] = set()
-    for name in config.sub_configs:
-        if (sub := getattr(config, name, None)) is not None:
-            ids |= {id(sub)} | sub_configs(sub)
-    return ids
+def sub_configs(config: PretrainedConfig) -> dict[int, PretrainedConfig]:
+    """Return the registered sub-configurations, at any depth, by their ids."""
+    subs = [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
+    return {id(c): c for sub in subs for c in (sub, *sub_configs(sub).values())}
 
 
 def computes_softmax(layer: nn.Module) -> bool:

@@ -52,9 +52,6 @@ class ConfiguredLayer(SigmoidLayer):
     def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
         return _settings(self)
 
-    def extra_repr(self) -> str:
-        return self.softmax_class.extra_repr(self)
-
 
 class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
     """``nn.MultiheadAttention`` with sigmoid attention with the bias of the model's configuration."""
@@ -63,9 +60,6 @@ class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
 
     def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
         return _settings(self)
-
-    def extra_repr(self) -> str:
-        return f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
 
 CONFIGURED = (ConfiguredLayer, ConfiguredMultiheadAttention)

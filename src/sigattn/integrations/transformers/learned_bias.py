@@ -33,7 +33,8 @@ def records(model: PreTrainedModel) -> list[tuple[PretrainedConfig, Record]]:
     sub-configurations. (Models also make copies of their configuration for a part, an encoder for example.)
     """
     by_config: dict[int, tuple[PretrainedConfig, Record]] = {}
-    for owner, name, bias in _layers_with_bias(model, model, "", {id(model.config)} | sub_configs(model.config), set()):
+    saved = {id(model.config), *sub_configs(model.config)}
+    for owner, name, bias in _layers_with_bias(model, model, "", saved, set()):
         before = getattr(owner.config, ATTRIBUTE, None)
         rest = {REST: before[REST]} if isinstance(before, dict) and REST in before else {}
         config, record = by_config.setdefault(id(owner.config), (owner.config, rest))

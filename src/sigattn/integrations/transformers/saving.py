@@ -54,28 +54,27 @@ def restored(configs: Iterable[PretrainedConfig], *, always: bool = False) -> It
 
 
 def wrap(original: Any, wrapper: Callable[..., Any]) -> Any:
-    """Return a method that calls ``wrapper`` with the original method and its arguments; it is marked as wrapped."""
+    """Return a method that calls ``wrapper`` with the original method and its arguments."""
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    wrapped.sigattn = True  # type: ignore[attr-defined]
     return wrapped
 
 
+@functools.cache  # once per process
 def wrap_saving() -> None:
-    """Wrap the methods with which configurations are saved and loaded, once per process."""
-    if not hasattr(PretrainedConfig.to_dict, "sigattn"):
-        PretrainedConfig.to_dict = wrap(PretrainedConfig.to_dict, _to_dict)
-        store: Any = PretrainedConfig._attn_implementation
+    """Wrap the methods with which configurations are saved and loaded."""
+    PretrainedConfig.to_dict = wrap(PretrainedConfig.to_dict, _to_dict)
+    store: Any = PretrainedConfig._attn_implementation
 
-        def set_implementation(config: Any, value: Any) -> None:
-            # None comes from a configuration that is made of parts of another one, whose choice they keep
-            if value is not None or getattr(config, "_attn_implementation_internal", None) != NAME:
-                store.fset(config, read_implementation(value))
+    def set_implementation(config: Any, value: Any) -> None:
+        # None comes from a configuration that is made of parts of another one, whose choice they keep
+        if value is not None or getattr(config, "_attn_implementation_internal", None) != NAME:
+            store.fset(config, read_implementation(value))
 
-        PretrainedConfig._attn_implementation = store.setter(set_implementation)
+    PretrainedConfig._attn_implementation = store.setter(set_implementation)
 
 
 def _implementation(config: Any) -> str | None:

@@ -6,6 +6,7 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 
 import contextvars
 import copy
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
-from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
+from sigattn.integrations.transformers.check import fixed_choices, sub_configs, unsupported_layers
 from sigattn.integrations.transformers.configured import (
     CONFIGS,
     CONFIGURED,
@@ -32,8 +33,9 @@ from sigattn.nn.softmax_calls import known_for_another_softmax
 _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", default=False)
 
 
+@functools.cache  # once per process
 def wrap_selection() -> None:
-    """Wrap the methods of ``PreTrainedModel`` that choose an implementation or handle its biases, once per process."""
+    """Wrap the methods of ``PreTrainedModel`` that choose an implementation or handle its biases."""
     wrappers: dict[str, Any] = {
         "_from_config": _from_config,
         "get_correct_attn_implementation": _get_correct_attn_implementation,
@@ -47,9 +49,8 @@ def wrap_selection() -> None:
     for name, wrapper in wrappers.items():
         original = getattr(PreTrainedModel, name)
         function = getattr(original, "__func__", original)
-        if not hasattr(function, "sigattn"):
-            wrapped = wrap(function, wrapper)
-            setattr(PreTrainedModel, name, wrapped if function is original else classmethod(wrapped))
+        wrapped = wrap(function, wrapper)
+        setattr(PreTrainedModel, name, wrapped if function is original else classmethod(wrapped))
 
 
 def _from_config(original: Any, model_class: type[PreTrainedModel], config: PretrainedConfig, **kwargs: Any) -> Any:
@@ -147,12 +148,9 @@ def _selects_sigmoid(choice: Any) -> bool:
 def configurations(model: nn.Module) -> list[PretrainedConfig]:
     """Return the configurations of a model, of its parts and their sub-configurations, each once."""
     by_id: dict[int, PretrainedConfig] = {}
-    waiting = [getattr(m, "config", None) for m in model.modules()]
-    while waiting:
-        config = waiting.pop()
-        if isinstance(config, PretrainedConfig) and id(config) not in by_id:
-            by_id[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig) and id(config) not in by_id:
+            by_id |= {id(config): config} | sub_configs(config)
     return list(by_id.values())
 
 
