@@ -11,16 +11,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sigattn.data.tokens import make_byte_tokenizer
 from sigattn.models.language import LanguageModel
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("eval"):
-    import tokenizers
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
-    from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
 
     from sigattn.integrations.transformers.model import wrap
@@ -46,7 +45,7 @@ class SigattnLM(HFLM):
     def __init__(
         self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int | None = None
     ) -> None:
-        tokenizer = _byte_tokenizer() if tokenizer is None else tokenizer
+        tokenizer = make_byte_tokenizer() if tokenizer is None else tokenizer
         # the harness needs an end token: one that is not in the vocabulary is never generated
         end = "<|end of text|>" if end_token is None else tokenizer.id_to_token(end_token)
         padding = tokenizer.id_to_token(end_token or 0)
@@ -85,13 +84,6 @@ class SigattnLM(HFLM):
             )
         texts: list[str] = super().generate_until(requests, disable_tqdm)
         return texts
-
-
-def _byte_tokenizer() -> tokenizers.Tokenizer:
-    """Return a tokenizer whose tokens are the bytes of a text."""
-    tokenizer = tokenizers.Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
 
 
 def evaluate(
