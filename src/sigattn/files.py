@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from sigattn.validation import UserError
 
-TEXT_OR_NONE = (str, NoneType)
 CHECKSUMS = "SHA256SUMS"  # file of a folder, in the format of the command sha256sum
 MAX_HASHED_BYTES = 1 << 30  # collections up to this size are hashed with contents (seconds); ImageNet has 150 GB
 

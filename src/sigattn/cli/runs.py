@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from rich.console import Console
@@ -105,7 +106,7 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
         reason = "it holds no run.json" if folder.exists() else "there is no such folder"
         raise DataError(f"cannot read the run in {folder}: {reason}; name a folder of sigattn train or convert")
     try:
-        keys: dict[str, Any] = dict.fromkeys(("data", "tokenizer"), files.TEXT_OR_NONE)
+        keys: dict[str, Any] = dict.fromkeys(("data", "tokenizer"), (str, NoneType))
         keys |= dict.fromkeys(("model", "task", "training"), dict)
         about = files.read_json_object(folder / RUN, version=FORMAT, recipe=str, **keys)
         recipe = find_recipe(about["recipe"])

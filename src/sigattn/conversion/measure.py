@@ -1,11 +1,12 @@
 """Measurements of a fitted conversion on held-out batches, before the model is changed."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sigattn.conversion.fit import RowStatistics, finite_statistics, is_padding
 from sigattn.conversion.report import HeadReport, LayerReport
@@ -98,11 +99,7 @@ def _relative_error(squares: Tensor) -> float:
     return math.sqrt(missed / square) if square else math.inf if missed else 0.0
 
 
-def _floats(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in an output: a tensor, or sequences and mappings of them, but no loss."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point() and output.dim():
-            yield output.detach()
-    elif isinstance(output, (Mapping, Sequence)) and not isinstance(output, str):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _floats(value)
+def _floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors in an output, but no loss."""
+    tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor))
+    return [t.detach() for t in tensors if t.is_floating_point() and t.dim()]

@@ -8,6 +8,12 @@ from sigattn.ops.problem import log_length_bias
 
 Rule = Literal["log_context", "log_batch", "log_sample", "log_visible", "log_alibi"]
 Learn = Literal["no", "layer", "head", "query", "quadratic"]
+_RULES: dict[str, type[bias.AttentionBias]] = {
+    "log_batch": bias.BatchLengthBias,
+    "log_sample": bias.SampleLengthBias,
+    "log_visible": bias.VisibleKeysBias,
+    "log_alibi": bias.AlibiKeysBias,
+}
 
 
 def make_bias(
@@ -53,12 +59,7 @@ def make_bias(
     if rule not in get_args(Rule):
         raise ValueError(f"attention_bias must be a number or one of {get_args(Rule)}, got {rule!r}")
     if learn == "no":
-        rules = {
-            "log_batch": bias.BatchLengthBias,
-            "log_sample": bias.SampleLengthBias,
-            "log_visible": bias.VisibleKeysBias,
-        }
-        return rules.get(rule, bias.AlibiKeysBias)()
+        return _RULES[rule]()
     if rule not in ("log_visible", "log_alibi") or learn not in ("head", "quadratic"):
         raise ValueError(
             'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" or "log_alibi" '

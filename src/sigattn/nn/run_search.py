@@ -110,7 +110,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
-        self.modes: contextlib.ExitStack | None = None
+        self.is_observed: bool = False
+        self.modes: contextlib.AbstractContextManager[None] | None = None  # of a thread that the model started
         self.inside_replaceable: bool = False
         self.inside_softmax: bool = False  # of a function that ``written_softmax`` knows
 
@@ -135,14 +136,12 @@ class _Trace:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(_Calls(self))
-            modes.enter_context(_Operators(self))
-            self.thread.modes = modes
+        with _Calls(self), _Operators(self):
+            self.thread.is_observed = True
             try:
                 yield
             finally:
-                self.thread.modes = None
+                self.thread.is_observed = False
 
     @contextlib.contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
@@ -151,21 +150,21 @@ class _Trace:
         The hooks are the innermost, so that the layer's other hooks run outside of its forward, as they do after the
         conversion: their softmax is that of the layer around it.
         """
-        started = threading.local()  # modes of the threads that the model starts
 
         def enter(module: nn.Module, *_: Any) -> None:
-            if self.thread.modes is None:
-                started.modes = self.observed()
-                started.modes.__enter__()
-            running = self.thread.running
+            thread, running = self.thread, self.thread.running
+            if not thread.is_observed:
+                thread.modes = self.observed()
+                thread.modes.__enter__()
             running.append(module if module in self.names or not running else running[-1])
             self.ran.add(module)
 
         def leave(*_: Any) -> None:
-            self.thread.running.pop()
-            if not self.thread.running and hasattr(started, "modes"):
-                started.modes.__exit__(None, None, None)
-                del started.modes
+            thread = self.thread
+            thread.running.pop()
+            if not thread.running and thread.modes is not None:
+                thread.modes.__exit__(None, None, None)
+                thread.modes = None
 
         layers = list(model.modules())
         handles = [nn.Module.register_forward_pre_hook(m, enter) for m in layers]  # scripted layers refuse m.register…

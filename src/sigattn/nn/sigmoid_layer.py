@@ -121,7 +121,7 @@ def _in_sigmoid_mode(method: Any) -> Any:
     return wrapped
 
 
-# with the names of operators, such as "_softmax.default"
+# with the names of operators, such as "_softmax.default", because torch.compile does not trace str.partition
 _REFUSED_NAMES = SOFTMAX_NAMES | OPAQUE_NAMES
 _REFUSED_NAMES |= {
     f"{name}.{overload}"
