@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sigattn.conversion.transformers import TransformersAdapter
-from sigattn.integrations.transformers.configured import CONFIGURED
+from sigattn.integrations.transformers.configured import Configured
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -104,7 +104,7 @@ def sigmoid_model(kind, bias="log_visible", **more):
 
 def replaced(model):
     """Return the names of the layers that write their softmax out, and now compute sigmoid attention."""
-    return [name for name, m in model.named_modules() if isinstance(m, CONFIGURED)]
+    return [name for name, m in model.named_modules() if isinstance(m, Configured)]
 
 
 def with_formula(model):

@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn.conversion import ConversionError, convert
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers.configured import CONFIGURED, is_attention
+from sigattn.integrations.transformers.configured import Configured, is_attention
 from tests.integrations import compatibility_page as page
 from tests.integrations import tiny_transformers as tiny
 
@@ -83,7 +83,7 @@ class EagerSigmoid(TorchFunctionMode):
 
     def __init__(self, bias, model, normalize=None):
         super().__init__()
-        self.kinds = tuple({m.softmax_class for m in model.modules() if isinstance(m, CONFIGURED)})
+        self.kinds = tuple({m.softmax_class for m in model.modules() if isinstance(m, Configured)})
         self.bias, self.calls = bias, 0
         self.normalize = isinstance(bias, dict) if normalize is None else normalize
 

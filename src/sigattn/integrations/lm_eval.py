@@ -71,8 +71,7 @@ class SigattnLM(HFLM):
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise ValueError(f"a continuation of {longest} tokens does not fit in a context of {self.max_length}")
-        likelihoods: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
-        return likelihoods
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each prompt."""
@@ -82,8 +81,7 @@ class SigattnLM(HFLM):
                 f"{longest} new tokens leave no room for a prompt in a context of {self.max_length}: lower "
                 "max_gen_toks in the task's generation_kwargs"
             )
-        texts: list[str] = super().generate_until(requests, disable_tqdm)
-        return texts
+        return super().generate_until(requests, disable_tqdm)
 
 
 def evaluate(

@@ -34,14 +34,25 @@ _WITHOUT_LEVEL = {"MptAttention"}
 # layers with a second softmax, of a convolution's kernel, over another dimension than the last: it stays
 _WITH_KERNEL = {"ConvBertSelfAttention"}
 _SAMPLED = "DeformableAttention"  # end of names
-
-
 _VISIBLE_KEYS = VisibleKeysBias()
 _constant = functools.cache(ConstantBias)
 
 
-class ConfiguredLayer(SigmoidLayer):
-    """Mixin of a layer's class: sigmoid attention with the bias of the model's configuration."""
+class Configured:
+    """Mixin of layers whose bias and ``sigmoid_normalize`` are those of the model's configuration."""
+
+    softmax_class: type[nn.Module]
+
+    def attention_settings(self: Any) -> tuple[AttentionBias | CallObserver, bool]:
+        bias, normalize = layer_settings(self)
+        if not normalize and self.softmax_class.__name__ in _WITHOUT_LEVEL:
+            reason = f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True"
+            raise error_of(self, reason)
+        return _constant(bias) if isinstance(bias, float) else bias, normalize
+
+
+class ConfiguredLayer(Configured, SigmoidLayer):
+    """Mixin of the class of a layer that calls a function of PyTorch or writes its softmax out."""
 
     writes_softmax = True
 
@@ -49,26 +60,17 @@ class ConfiguredLayer(SigmoidLayer):
         super().__init_subclass__()
         cls.softmax_allowed = cls.softmax_class.__name__ in _WITH_KERNEL
 
-    def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
-        return _settings(self)
 
+class ConfiguredMultiheadAttention(Configured, SigmoidMultiheadAttention):
+    """``nn.MultiheadAttention`` with sigmoid attention."""
 
-class ConfiguredMultiheadAttention(SigmoidMultiheadAttention):
-    """``nn.MultiheadAttention`` with sigmoid attention with the bias of the model's configuration."""
-
-    softmax_class: type[nn.Module] = nn.MultiheadAttention
-
-    def attention_settings(self) -> tuple[AttentionBias | CallObserver, bool]:
-        return _settings(self)
-
-
-CONFIGURED = (ConfiguredLayer, ConfiguredMultiheadAttention)
+    softmax_class = nn.MultiheadAttention
 
 
 def is_attention(layer: nn.Module) -> bool:
     """Return True for an attention layer, of the interface or outside of it."""
     kept = isinstance(getattr(layer, ATTRIBUTE, None), KeptSoftmax)
-    return kept or isinstance(layer, CONFIGURED) or dispatches(layer) or computes_softmax(layer)
+    return kept or isinstance(layer, Configured) or dispatches(layer) or computes_softmax(layer)
 
 
 def reason_against(layer: nn.Module) -> str | None:
@@ -97,14 +99,13 @@ def replace_class(layer: Any) -> bool:
         return False
     kind: Any = type(layer)
     is_plain = kind is nn.MultiheadAttention
-    sigmoid: Any = ConfiguredMultiheadAttention if is_plain else sigmoid_class(kind, ConfiguredLayer)
-    layer.__class__ = sigmoid
+    layer.__class__ = ConfiguredMultiheadAttention if is_plain else sigmoid_class(kind, ConfiguredLayer)
     return True
 
 
 def restore_class(layer: Any) -> None:
     """Give a layer its softmax class again."""
-    if isinstance(layer, CONFIGURED):
+    if isinstance(layer, Configured):
         kind: Any = layer.softmax_class
         layer.__class__ = kind
 
@@ -119,7 +120,7 @@ def follow_replaced_layers() -> None:
     def follow(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         old: Any = parent._modules.get(name)
         kept = isinstance(getattr(old, ATTRIBUTE, None), KeptSoftmax)
-        if new is not None and (replace_class(new) if isinstance(old, CONFIGURED) else kept and computes_softmax(new)):
+        if new is not None and (replace_class(new) if isinstance(old, Configured) else kept and computes_softmax(new)):
             for attributes, of in ((vars(new), vars(old)), (new._modules, old._modules)):
                 attributes.update({n: of[n] for n in (ATTRIBUTE, CONFIGS) if n in of})
 
@@ -165,10 +166,3 @@ def _configured(layer: nn.Module, name: str, default: Any) -> Any:
 def error_of(layer: nn.Module, reason: str) -> ValueError:
     """Return an error that names a layer."""
     return ValueError(f'{type(layer).__name__} with attn_implementation="{NAME}": {reason}')
-
-
-def _settings(layer: ConfiguredLayer | ConfiguredMultiheadAttention) -> tuple[AttentionBias | CallObserver, bool]:
-    bias, normalize = layer_settings(layer)
-    if not normalize and layer.softmax_class.__name__ in _WITHOUT_LEVEL:
-        raise error_of(layer, f"the level of its logits depends on the length of a call: set config.{NORMALIZE} = True")
-    return _constant(bias) if isinstance(bias, float) else bias, normalize

@@ -48,12 +48,11 @@ class Call(NamedTuple):
         if isinstance(bias, KeptSoftmax):
             return self.softmax()
         if isinstance(bias, CallObserver):
-            result: Tensor = bias.answer(
+            return bias.answer(
                 self.query, self.key, self.value, self.mask, softmax=self.softmax,
                 normalized=lambda b: self.attend(b, True), is_causal=self.causal, scale=self.scale,
                 softcap=self.softcap,
             )  # fmt: skip
-            return result
         options: dict[str, Any] = {"normalize": normalize, "is_causal": self.causal}
         b = bias if isinstance(bias, float) else evaluate_bias(bias, self.query, self.key, self.mask, **options)
         options |= {"dropout_p": self.dropout, "scale": self.scale, "softcap": self.softcap, "enable_gqa": True}

@@ -32,10 +32,8 @@ def sigmoid_mask(
     is marked, see ``is_plain_causal``; it takes N·M bytes whatever the batch size.
     """
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    mask: Tensor | None
     if getattr(kwargs.get("config"), ADDED, False):
-        mask = eager_mask(*arguments, local_size=local_size, **kwargs)
-        return mask
+        return eager_mask(*arguments, local_size=local_size, **kwargs)
     # while tracing, values must not be read nor objects marked: torch.compile, torch.jit.trace, torch.export
     tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     tracing = tracing or isinstance(attention_mask, torch._subclasses.FakeTensor)
@@ -50,8 +48,7 @@ def sigmoid_mask(
         last_query_only = q_length == 1 and q_offset + 1 == kv_offset + kv_length
         if last_query_only and _all_visible(attention_mask, kv_offset, kv_offset + kv_length):
             return None
-    mask = sdpa_mask(*arguments, local_size=local_size, allow_is_causal_skip=False, **kwargs)
-    return mask
+    return sdpa_mask(*arguments, local_size=local_size, allow_is_causal_skip=False, **kwargs)
 
 
 def is_plain_causal(mask: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from sigattn.integrations.transformers import learned_bias
 from sigattn.integrations.transformers.check import fixed_choices, sub_configs, unsupported_layers
 from sigattn.integrations.transformers.configured import (
     CONFIGS,
-    CONFIGURED,
+    Configured,
     is_attention,
     needs_numbers,
     reason_against,
@@ -71,8 +71,7 @@ def _get_correct_attn_implementation(
     if requested_attention == NAME:
         for table in fixed_choices(type(model)):
             table[NAME] = table["eager"]
-    implementation: str = original(model, requested_attention, *args, **kwargs)
-    return implementation
+    return original(model, requested_attention, *args, **kwargs)
 
 
 def _post_init(original: Any, model: Any) -> None:
@@ -88,7 +87,7 @@ def _set_attn_implementation(
 ) -> None:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
     chooses = _selects_sigmoid(attn_implementation)
-    token = _choosing.set(chooses or any(isinstance(m, CONFIGURED) for m in model.modules()))
+    token = _choosing.set(chooses or any(isinstance(m, Configured) for m in model.modules()))
     try:
         with restored(configurations(model)):
             original(model, attn_implementation, *args, **kwargs)
@@ -121,8 +120,7 @@ def _check_and_adjust_attn_implementation(
             f'{type(model.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
             stacklevel=3,
         )
-    implementation: str = original(model, attn_implementation, *args, **kwargs)
-    return implementation
+    return original(model, attn_implementation, *args, **kwargs)
 
 
 def _select_in_parts(config: PretrainedConfig) -> None:
