@@ -129,7 +129,7 @@ def _replace(model: nn.Module, bias: Any, normalize: bool, example: Any, keep: S
     is_learned = rule is not None and next(rule.parameters(), None) is not None
     if is_learned:
         refuse_distributed(model)
-    adapter = _transformers_adapter(model, None, keep) or ModuleAdapter(model, example, keep, fitted=False)
+    adapter = _transformers_adapter(model, None, keep) or ModuleAdapter(model, example, keep)
     names = adapter.layers()
     if is_learned:
         refuse_offloaded(model, names)

@@ -31,17 +31,10 @@ from sigattn.nn.softmax_calls import CONTAINERS, SDPA_NAME, SOFTMAX_NAME, Findin
 
 
 class ModuleAdapter(Adapter):
-    """Softmax attention of a model of PyTorch.
+    """Softmax attention of a model of PyTorch; if batches run it, every attention must be called."""
 
-    Args:
-        fitted: True if batches run the model: every attention must then be called.
-    """
-
-    def __init__(
-        self, model: nn.Module, example: Example | None = None, keep: Sequence[str] = (), *, fitted: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Example | None = None, keep: Sequence[str] = ()) -> None:
         super().__init__(model, example, keep)
-        self.fitted: bool = fitted
         self.library: dict[str, Attention] = {}  # layers of this library
         self.called: list[Finding] = []  # other layers
         self.staying: list[Finding] = []
@@ -56,7 +49,7 @@ class ModuleAdapter(Adapter):
         converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.is_sigmoid]
         self.staying = [f for f in findings if f not in converted and f.called]
         self._refuse([f for f in self.staying if f.attention and not self.keeps(f.name)])
-        if self.fitted and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
+        if callable(self.example) and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
                 f"the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
                 "batches that come to it"
@@ -268,9 +261,9 @@ def _answer(
     if spec.left_padding is not None:
         raise ConversionError(f"{name!r} was called with a cache of padded prompts: pass batches without")
     problem = functional.make_problem(query, key, value, spec)._replace(bias=None)
-    call = AttentionCall(name, problem, lambda: functional.attend("softmax", query, key, value, spec), normalized)
-    result: Tensor = attend(call)
-    return result
+    return attend(
+        AttentionCall(name, problem, lambda: functional.attend("softmax", query, key, value, spec), normalized)
+    )
 
 
 def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias], normalize: bool) -> list[tuple[Any, Any]]:

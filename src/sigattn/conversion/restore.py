@@ -20,7 +20,7 @@ class _RestoringAdapter(ModuleAdapter):
     """Adapter that keeps the softmax of all layers but those with a bias."""
 
     def __init__(self, model: nn.Module, example: Example | None, biases: Mapping[str, object]) -> None:
-        super().__init__(model, example, fitted=False)
+        super().__init__(model, example)
         self.biases = biases
 
     def keeps(self, name: str) -> bool:

@@ -16,7 +16,7 @@ _TOLERANCE = 0.02  # of the norm of a derivative, for bfloat16
 
 
 @functools.cache  # once for each class
-def run_as_code(kind: Any, is_within: Callable[[], bool]) -> None:
+def run_as_code(kind: Any, is_within: Callable[[], object]) -> None:
     """Let autograd differentiate the forward of a function where ``is_within()``, instead of its own backward pass.
 
     Its backward pass is that of the softmax in its forward, which sigmoid weights replace there. A function whose

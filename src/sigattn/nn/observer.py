@@ -74,8 +74,7 @@ class CallObserver:
             return torch.softmax(call.logits, -1, dtype=call.dtype)
 
         with without_function_modes():
-            weights: Tensor = self.attend(AttentionCall(self.name, call, softmax, lambda b: call.weights(b, True)))
-        return weights
+            return self.attend(AttentionCall(self.name, call, softmax, lambda b: call.weights(b, True)))
 
 
 @contextlib.contextmanager

@@ -96,17 +96,13 @@ def sigmoid_class(kind: Any, mixin: Any = SigmoidLayer) -> type[nn.Module]:
     members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in calling_methods(kind)}
     members |= {"softmax_class": kind, "mixin": mixin, "__module__": kind.__module__}
     for function in autograd_functions(kind):
-        run_as_code(function, _is_within)
+        run_as_code(function, _modes)
     return type(f"Sigmoid{kind.__name__}", bases, members)
 
 
 def _modes() -> list[Any]:
+    """Return the modes of the layers that are computing sigmoid attention; the innermost is the last."""
     return [m for m in _get_current_function_mode_stack() if isinstance(m, _SigmoidMode)]
-
-
-def _is_within() -> bool:
-    """Return True within a layer that computes sigmoid attention."""
-    return bool(_modes())
 
 
 def _in_sigmoid_mode(method: Any) -> Any:
