@@ -257,16 +257,13 @@ class Trainer:
                 stop = self.processes.reduce_max(request.signal)
                 if done % config.checkpoint_every == 0 or is_last or stop:
                     self._check_weights(step)
-                    path = self._save_checkpoint(done, settings)
+                    run = (self.module, self.optimizer, done, settings, self.processes)
+                    keep = config.keep_checkpoints
+                    path = checkpoint.save(self.checkpoints, *run, average=self.average, keep_checkpoints=keep)
                 if stop:
                     raise Interrupted(
                         f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop
                     )
-
-    def _save_checkpoint(self, done: int, settings: dict[str, Any]) -> Path:
-        run = (self.module, self.optimizer, done, settings, self.processes)
-        keep = self.config.keep_checkpoints
-        return checkpoint.save(self.checkpoints, *run, average=self.average, keep_checkpoints=keep)
 
     def _check_weights(self, step: int) -> None:
         """Raise NonFiniteLossError unless all weights and the optimizer's state, on all processes, are finite."""
