@@ -80,7 +80,7 @@ class Tiling(NamedTuple):
 def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
     """Return the tiles of a pass: whole heads if weights are saved, else long along the axis other than ``outer``."""
     p, is_saved = problem, weights.numel() > 0
-    dtype, n, m = (weights.dtype, *weights.shape[2:]) if is_saved else arithmetic(p)
+    dtype, n, m = arithmetic(p)
     (batch, query_heads, _, width), heads = p.query.shape, p.key.shape[1]
     repeat, limit = query_heads // heads, TILE_BYTES // dtype.itemsize
     has_window = p.left != UNLIMITED or p.right != UNLIMITED
