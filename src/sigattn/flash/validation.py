@@ -57,14 +57,11 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
     return table
 
 
-def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
+def pages(caller: str, q: Tensor, k: Tensor, v: Tensor, table: Any, batch: int) -> None:
     """Raise unless k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table (B, …) fit together."""
-    for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, Tensor) or t.dim() != 4:
-            message = f"with block_table, {name} must be (pages, page_size, heads, head_dim)"
-            raise_error(caller, ValueError, message, **{name: t}, block_table=table)
-    if k.shape[:3] != v.shape[:3]:
-        raise_error(caller, ValueError, "k and v must have the same pages, page_size and heads", k=k, v=v)
+    if not k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
+        message = "with block_table, k and v must be (pages, page_size, heads, head_dim), alike but for head_dim"
+        raise_error(caller, ValueError, message, k=k, v=v, block_table=table)
     validation.integers(caller, "block_table", table, (batch, None), "(B, pages of each)", q.device)
 
 

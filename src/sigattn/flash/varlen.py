@@ -58,12 +58,12 @@ def flash_attn_varlen_func(
     torch.Size([10, 4, 64])
     """
     flash_validation.refuse_weights(_NAME, return_attn_probs)
-    if block_table is not None:
-        k, v, cu_seqlens_k = _gather_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
-    validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
-    validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     max_q = validation.count(_NAME, "max_seqlen_q", max_seqlen_q)
     max_k = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
+    if block_table is not None:
+        k, v, cu_seqlens_k = _gather_pages(q, k, v, cu_seqlens_k, max_k, block_table)
+    validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
+    validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     batch = cu_seqlens_q.shape[0] - 1
     options = flash_validation.options(
         _NAME, q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -112,20 +112,18 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-def _gather_pages(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_pages(q: Any, k: Any, v: Any, cu_seqlens_k: Any, longest: int, table: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of the sequences, gathered from pages and concatenated, and their cu_seqlens.
 
-    On an accelerator, where the sum of the lengths is not read, there are B · max_seqlen_k keys, the last arbitrary.
+    On an accelerator, where the sum of the lengths is not read, there are B · longest keys, the last arbitrary.
     """
-    validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    validation.tensors(_NAME, q=q, k=k, v=v)
+    validation.sequence_offsets(_NAME, q, cu_seqlens_k=cu_seqlens_k)
     starts = cu_seqlens_k.long()
     batch = starts.shape[0] - 1
     flash_validation.pages(_NAME, q, k, v, table, batch)
     page_size = k.shape[1]
     check_cache_bounds(_NAME, starts.diff(), None, table, k.shape[0], page_size * table.shape[1])
-    longest = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
     reads_values = starts.device.type == "cpu" and not torch.compiler.is_compiling()
     total = int(starts[-1]) if reads_values else batch * longest
     rows = torch.zeros(total, dtype=torch.int64, device=starts.device)
