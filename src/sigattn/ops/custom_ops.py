@@ -69,8 +69,8 @@ class Backend(Generic[P]):
     unavailable: Callable[[P], str | None] = lambda _: None
     saved_weights: Callable[[P], Saved | None] = lambda _: None  # shape and dtype of the weights to save, or None
     device_type: str | None = None  # on which the backend can be the default; None for all
-    # returns False for problems that the backend supports without being the default; None if there are none
-    can_be_default: Callable[[P], bool] | None = None
+    # returns False for problems that the backend supports without being the default
+    can_be_default: Callable[[P], bool] = lambda _: True
 
 
 class Operator(Generic[P]):
@@ -178,9 +178,7 @@ class Operator(Generic[P]):
             return "reference"
         device_type = problem.query.device.type
         for name, candidate in self.backends.items():
-            can_be_default = candidate.device_type in (None, device_type) and (
-                candidate.can_be_default is None or candidate.can_be_default(problem)
-            )
+            can_be_default = candidate.device_type in (None, device_type) and candidate.can_be_default(problem)
             if can_be_default and candidate.unavailable(problem) is None:
                 return name
         raise AssertionError("the backend 'blocked' supports every problem")

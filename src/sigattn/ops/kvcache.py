@@ -89,7 +89,7 @@ def _append(
         check_cache_bounds(
             _NAME, starts + new, starts, table, len(key_cache), capacity, "the index of the first new key"
         )
-    if table is None and starts.device.type == "cpu" and batch * new:
+    if table is None and starts.device.type == "cpu" and batch <= new:  # few copies, of many tokens each
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new], value_cache[b, start : start + new] = key[b], value[b]
         return
