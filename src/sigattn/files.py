@@ -59,6 +59,18 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which replaces ``path`` at the end, and is deleted after an error."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:

@@ -25,10 +25,9 @@ def load_text(path: Path | None = None) -> bytes:
         try:
             from pydoc_data.topics import topics
         except ImportError as error:
-            message = (
+            raise DataError(
                 "this Python comes without its documentation (pydoc_data.topics): name a text file to read instead"
-            )
-            raise DataError(message) from error
+            ) from error
         return "\n\n".join(topics[name] for name in sorted(topics)).encode()
     files = find_text_files(path, PLAIN_SUFFIXES)
     if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet", ".bin")):

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
 from sigattn.data.text import TextData
-from sigattn.files import FileFormatError, add_path_to_errors, file_sha256, read_json_object, write_text
+from sigattn.files import FileFormatError, add_path_to_errors, file_sha256, read_json_object, replacing, write_text
 from sigattn.optional import require
 from sigattn.validation import check_at_least, check_output_file
 
@@ -137,8 +136,7 @@ def pack_corpus(
     check_output_file(save, path)
     end, count, digest = tokenizer.token_to_id(END), 0, hashlib.sha256()
     save.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = save.with_name(save.name + ".unfinished")
-    try:
+    with replacing(save) as unfinished:
         with add_path_to_errors(unfinished), unfinished.open("wb") as file:
             for number, text in enumerate(iter_documents(path), 1):
                 row = array.array("i", _encode(tokenizer, end, text)).tobytes()
@@ -159,10 +157,6 @@ def pack_corpus(
             "tokenizer_sha256": file_sha256(vocabulary),
         }
         write_text(save.with_name(save.name + ".json"), json.dumps(about) + "\n")
-        os.replace(unfinished, save)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
     return count
 
 

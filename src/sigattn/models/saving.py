@@ -6,7 +6,6 @@
 import dataclasses
 import errno
 import json
-import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,17 +86,11 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file atomically, with the default permissions (those of safetensors exclude all but the owner)."""
     from safetensors.torch import save_file
 
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        with tensor_file_errors(path):
-            with unfinished.open("wb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-            save_file(tensors, unfinished)
-            unfinished.chmod(stat.S_IMODE(mode))
-            unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with tensor_file_errors(path), files.replacing(path) as unfinished:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
+        save_file(tensors, unfinished)
+        unfinished.chmod(stat.S_IMODE(mode))
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:

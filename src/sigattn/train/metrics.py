@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sigattn.files import add_path_to_errors, write_text
+from sigattn.files import add_path_to_errors, replacing, write_text
 from sigattn.optional import require
 
 
@@ -32,9 +32,8 @@ class MetricsLog:
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path: Path = folder / "metrics.jsonl"
         earlier = [row for row in read_metrics(self.path) if row["step"] < first_step]
-        unfinished = self.path.with_name(self.path.name + ".unfinished")
-        write_text(unfinished, "".join(map(_line, earlier)))
-        unfinished.replace(self.path)
+        with replacing(self.path) as unfinished:
+            write_text(unfinished, "".join(map(_line, earlier)))
         self._file = self.path.open("a")
         self._events: Path = folder / "events.out.tfevents"  # the start of the name of tensorboard's file
         with add_path_to_errors(self._events):
