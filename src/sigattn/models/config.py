@@ -70,7 +70,7 @@ class TransformerConfig(ModelConfig):
         normalize: True to divide the sigmoid's weights by the sum of each row.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
             "head" (one per head; two with "log_visible" and "log_alibi"), "query" (added to Q) or, with "log_visible"
-            and "log_alibi", "quadratic" (``QuadraticBias``, of models converted from softmax, and for small ones).
+            and "log_alibi", "quadratic" (``QuadraticBias``, for small models).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".

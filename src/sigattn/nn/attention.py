@@ -103,15 +103,6 @@ class Attention(nn.Module):
         TypeError: if attention_bias, position or window is of another type.
     """
 
-    causal: bool
-    dropout: float
-    embed_dim: int
-    head_dim: int
-    kv_embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    window: tuple[int, int] | None
-
     # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
     tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
@@ -148,11 +139,16 @@ class Attention(nn.Module):
                 "Attention: num_heads must divide embed_dim, and num_kv_heads num_heads, got "
                 f"embed_dim={embed_dim}, num_heads={num_heads}, num_kv_heads={num_kv_heads}"
             )
-        self.embed_dim, self.kv_embed_dim = embed_dim, embed_dim if kv_embed_dim is None else kv_embed_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.activation, self.window, self.dropout = activation, window, dropout
+        self.embed_dim: int = embed_dim
+        self.kv_embed_dim: int = embed_dim if kv_embed_dim is None else kv_embed_dim
+        self.num_heads: int = num_heads
+        self.num_kv_heads: int = num_kv_heads
+        self.head_dim: int = embed_dim // num_heads
+        self.activation = activation
+        self.window: tuple[int, int] | None = window
+        self.dropout: float = dropout
         self._is_causal_by_default = causal is None
-        self.causal = kv_embed_dim is None if causal is None else causal
+        self.causal: bool = kv_embed_dim is None if causal is None else causal
         self.length_power, self.normalize = length_power, normalize
         self.attention_bias: AttentionBias | None = (
             None if attention_bias is None else as_bias("attention_bias", attention_bias)

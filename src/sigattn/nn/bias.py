@@ -3,8 +3,8 @@
 Each is called with the number of queries and keys, and returns the ``bias`` of ``sigmoid_attention``: a number, or a
 tensor that broadcasts to (B, Hq, N, 1).
 
-``sigattn.nn.fitted_bias`` has those of models that were converted from softmax, and ``sigattn.nn.bias_rules`` the names
-of biases in configurations.
+``sigattn.nn.fitted_bias`` has those that predict softmax's denominator, of converted models among others, and
+``sigattn.nn.bias_rules`` the names of biases in configurations.
 
 With ``normalize`` the rules of a number of keys are 6 less, as in the operators; numbers and parameters are not.
 

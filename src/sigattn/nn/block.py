@@ -41,11 +41,6 @@ class Block(nn.Module):
         ValueError: for an unknown norm_placement, attention of another embed_dim, or a number out of its range.
     """
 
-    attention: Attention
-    attention_norm: nn.Module
-    feed_forward: nn.Module
-    feed_forward_norm: nn.Module
-
     def __init__(
         self, attention: Attention, feed_forward: nn.Module, embed_dim: int, *, norm_placement: NormPlacement = "pre",
         norm: Norm = "rms", init_values: float | None = None, dropout: float = 0.0, drop_path: float = 0.0,
@@ -72,8 +67,10 @@ class Block(nn.Module):
             return nn.Sequential(*parts)
 
         self.norm_placement = norm_placement
-        self.attention, self.feed_forward = attention, feed_forward
-        self.attention_norm, self.feed_forward_norm = make_norm(norm, embed_dim), make_norm(norm, embed_dim)
+        self.attention: Attention = attention
+        self.feed_forward: nn.Module = feed_forward
+        self.attention_norm: nn.Module = make_norm(norm, embed_dim)
+        self.feed_forward_norm: nn.Module = make_norm(norm, embed_dim)
         attention_scale = None if norm_placement == "hybrid_attention" else init_values
         self.attention_branch: nn.Module = branch(norm_placement in ("hybrid", "hybrid_attention"), attention_scale)
         self.feed_forward_branch: nn.Module = branch(norm_placement == "hybrid", init_values)

@@ -58,15 +58,13 @@ class ConformerBlock(nn.Module):
         dropout: dropout probability of branches and within feed-forward layers, while training.
     """
 
-    first: MLP
-    last: MLP
-
     def __init__(
         self, attention: Attention, embed_dim: int, mlp_dim: int, *, kernel_size: int = 31,
         init_values: float | None = None, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.first, self.last = (MLP(embed_dim, mlp_dim, dropout, activation="swish") for _ in range(2))
+        self.first: MLP = MLP(embed_dim, mlp_dim, dropout, activation="swish")
+        self.last: MLP = MLP(embed_dim, mlp_dim, dropout, activation="swish")
         self.attention = attention
         self.convolution: ConvolutionModule = ConvolutionModule(embed_dim, kernel_size, dropout)
         self.attention_dropout: nn.Dropout = nn.Dropout(dropout)

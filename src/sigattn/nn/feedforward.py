@@ -33,14 +33,12 @@ class SwiGLU(nn.Module):
         embed_dim: number of input and output features. mlp_dim: number of hidden features.
     """
 
-    gate: nn.Linear
-    value: nn.Linear
-
     tp_plan: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
 
     def __init__(self, embed_dim: int, mlp_dim: int) -> None:
         super().__init__()
-        self.gate, self.value = nn.Linear(embed_dim, mlp_dim, bias=False), nn.Linear(embed_dim, mlp_dim, bias=False)
+        self.gate: nn.Linear = nn.Linear(embed_dim, mlp_dim, bias=False)
+        self.value: nn.Linear = nn.Linear(embed_dim, mlp_dim, bias=False)
         self.output: nn.Linear = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
@@ -63,9 +61,6 @@ class MLP(nn.Module):
         ValueError: for another activation.
     """
 
-    input: nn.Linear
-    output: nn.Linear
-
     tp_plan: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
 
     def __init__(
@@ -74,8 +69,8 @@ class MLP(nn.Module):
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"MLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        self.input = nn.Linear(embed_dim, mlp_dim, bias=use_bias)
-        self.output = nn.Linear(mlp_dim, embed_dim, bias=use_bias)
+        self.input: nn.Linear = nn.Linear(embed_dim, mlp_dim, bias=use_bias)
+        self.output: nn.Linear = nn.Linear(mlp_dim, embed_dim, bias=use_bias)
         self.activation = activation
         self.dropout: nn.Dropout = nn.Dropout(dropout)
 

@@ -1,4 +1,4 @@
-"""What the practitioner's guide recommends (App. "Practitioner's Guide", Table "practioners"), and for small models.
+"""Recommendations of the practitioner's guide (App. "Practitioner's Guide", Table "practioners") and for small models.
 
 Also warnings of combinations that the paper found hard to train.
 """

@@ -16,11 +16,10 @@ class KVCache:
         key, value: (B, Hkv, capacity, D); None before the first ``append``.
     """
 
-    capacity: int
-    length: int
-
     def __init__(self, capacity: int, left_padding: Tensor | None = None) -> None:
-        self.capacity, self.left_padding, self.length = capacity, left_padding, 0
+        self.capacity: int = capacity
+        self.left_padding: Tensor | None = left_padding
+        self.length: int = 0
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 

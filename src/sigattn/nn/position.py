@@ -108,9 +108,6 @@ class Alibi(Float32Buffers):
         ValueError: for other sides, or "split" with a single head.
     """
 
-    num_heads: int
-    steepness: float
-
     slopes: Tensor
 
     def __init__(self, num_heads: int, sides: str = "causal", steepness: float = 4.0) -> None:
@@ -119,7 +116,9 @@ class Alibi(Float32Buffers):
             raise ValueError(f'Alibi: sides must be "causal", "symmetric" or "split", got {sides!r}')
         if sides == "split" and num_heads < 2:
             raise ValueError('Alibi: sides="split" needs at least two heads, one for each side')
-        self.num_heads, self.sides, self.steepness = num_heads, sides, steepness
+        self.num_heads: int = num_heads
+        self.sides: str = sides
+        self.steepness: float = steepness
         shape = (1, num_heads, 2) if sides == "split" else (num_heads,)
         self.register_buffer("slopes", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_parameters()
