@@ -81,10 +81,6 @@ class BiasFit:
         # by head: number of rows, Σ x, Σ x², Σ y, Σ x y, Σ y² of x = log visible and y = -lse
         self.sums: Tensor = torch.zeros(6, num_heads, dtype=torch.float64, device="cpu")
 
-    def merge_heads(self) -> None:
-        """Fit one bias for all heads."""
-        self.num_heads, self.sums = 1, self.sums.sum(1, keepdim=True)
-
     def update(self, rows: RowStatistics) -> None:
         counted = rows.counted.double().cpu()
         x = rows.visible.double().cpu().log() * counted
@@ -112,7 +108,8 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
     def observe(call: AttentionCall) -> object:
         fit = fits.setdefault(call.name, BiasFit(call.num_heads))
         if call.num_heads != fit.num_heads and isinstance(call.problem, WrittenSoftmax):
-            fit.merge_heads()  # the dimension had the number of heads by chance
+            # one bias for all heads: the dimension had the number of heads by chance
+            fit.num_heads, fit.sums = 1, fit.sums.sum(1, keepdim=True)
         elif call.num_heads != fit.num_heads:
             raise ConversionError(
                 f"{call.name!r} calls attention with {fit.num_heads} and with {call.num_heads} heads, so "

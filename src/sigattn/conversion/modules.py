@@ -92,15 +92,14 @@ class ModuleAdapter(Adapter):
         self.staying += [f for f in self.called if f.name in kept]
         self.called = [f for f in self.called if f.name in biases]
         self._check_nesting()
-        placed = dict(biases)
         for name, bias in biases.items():
             if bias is not None:
                 _check_bias(name, bias)
-                placed[name] = bias.to(device_of(self.model.get_submodule(name)))
-        of_library = {name: placed[name] or VisibleKeysBias() for name in self.library}
+                bias.to(device_of(self.model.get_submodule(name)))
+        of_library = {name: biases[name] or VisibleKeysBias() for name in self.library}
         configs = _converted_configs(self.model, of_library, normalize) if of_library else []
         with fused_attention(self.model):
-            self._replace(placed, normalize)
+            self._replace(biases, normalize)
         for name, layer in self.library.items():
             layer.activation, layer.attention_bias, layer.normalize = "sigmoid", of_library[name], normalize
         for part, config in configs:

@@ -109,10 +109,9 @@ def attention(
     _check_kwargs(module, kwargs)
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
         raise error_of(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
-    plain = is_plain_causal(attention_mask)
     if attention_mask is None and is_causal and num_queries > 1:
         raise error_of(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
-    causal = plain and num_queries > 1
+    causal = is_plain_causal(attention_mask) and num_queries > 1
     mask, limits = attention_mask, _visible_by_kwargs(module, query, key, kwargs)
     if causal and position_bias is None and limits is None:  # cut off a static cache's empty end
         mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]
