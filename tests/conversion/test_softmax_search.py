@@ -166,6 +166,7 @@ SERVED = {
     "a new object": mixer(lambda self, q, k, v: Processor()(q, k, v)),
     "a layer inside": Projected,
     "one key head": mixer(lambda self, q, k, v: attend(torch.cat([q, -q], 1), k, v).mean(1, True)),
+    "an operator without a tensor": mixer(lambda self, q, k, v: attend(q, k, v) * (1 - torch.equal(q, k))),
     "five dimensions": mixer(lambda self, q, k, v: attend(q[:, None], k[:, None], v[:, None])[:, 0]),
 }  # fmt: skip
 
