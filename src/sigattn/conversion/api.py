@@ -1,13 +1,12 @@
 """``convert``: turn a model's softmax attention into sigmoid attention."""
 
-import contextlib
 import copy
 import functools
 import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +146,7 @@ def _fit(
     count = len(batches)
     first_held_out = count - max(1, count // 4)
     held_out, fitted_on = range(first_held_out, count), range(first_held_out or count)
-    with _evaluation(model):
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         run_first = functools.partial(_run, model, batches, fitted_on[:1], loss)
         adapter = _transformers_adapter(model, run_first, keep) or ModuleAdapter(model, run_first, keep)
         names = adapter.layers()
@@ -255,15 +254,3 @@ def _forward(model: nn.Module, batch: Any) -> Any:
         encode(batch, show_progress_bar=False)
         return None
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-@contextlib.contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Within the context, run a model uncompiled in evaluation mode and without PyTorch's fused encoder layers."""
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
