@@ -100,10 +100,10 @@ def test_one_tensor_as_query_key_and_value(prepared):
 
 
 @pytest.mark.usefixtures("no_op_kernels")
-def test_calls_that_differ_are_prepared_anew(prepared):
-    """In numbers, shapes, layouts, dtypes, gradients that are needed, or the alignment of an address."""
+def test_calls_that_differ_are_prepared_anew(prepared, monkeypatch):
+    """In numbers, shapes, layouts, dtypes, gradients that are needed, the alignment of an address, or the tables."""
     leaves = q, k, v = tensors(9)
-    grad, mask = torch.ones(1, 1, 20, 16), torch.ones(20, 20, dtype=torch.bool)
+    grad, mask, in_force = torch.ones(1, 1, 20, 16), torch.ones(20, 20, dtype=torch.bool), tuning.kernel_config
 
     def misaligned(t):
         return torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape).requires_grad_(t.requires_grad)
@@ -131,6 +131,8 @@ def test_calls_that_differ_are_prepared_anew(prepared):
         assert [prepares(*call) for call in calls] == [expected] * len(calls)
     for operands, gradient in (((q, k.detach(), v), grad), (leaves, misaligned(grad))):
         assert [prepares(operands, {}, gradient) for _ in range(2)] == [1, 0]  # the backward pass
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(warps=8))
+    assert prepares(leaves, {}) == 2
 
 
 @pytest.mark.parametrize("number", [n for n in numbers(8) if 0 not in random_case(1000 + n, interpreted=True).shape])

@@ -3,9 +3,8 @@
 ``run`` calls a function that prepares and launches the kernels of a pass. The second call with a key is recorded (a
 first may be the only one) as a Python function, in which each operator of PyTorch and each launch is a line, and whose
 arguments are the tensors of a call. From the third call on, only that function runs. The key has all else: dtype,
-sizes, strides, device and alignment of each tensor, the numbers and flags of the problem, and the settings that change
-in a process, which the tables of ``tuning`` do not. A pass that reads a tensor's values, or launches a kernel with a
-tensor of unknown origin, is not stored. Entries hold no tensors.
+sizes, strides, device and alignment of each tensor, the numbers and flags of the problem, and settings. A pass that
+reads a tensor's values, or launches a kernel with a tensor of unknown origin, is not stored. Entries hold no tensors.
 
 With ``tuning.DIRECT_LAUNCH`` the line of a launch starts the compiled kernel itself, instead of through Triton, which
 binds and specialises every argument again (30 µs).
@@ -38,9 +37,7 @@ def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCachePr
     """
     tensors: list[Tensor] = []
     bias = problem.bias
-    key: list[Any] = [function, type(problem), tuning.DIRECT_LAUNCH]
-    if problem.query.dtype is torch.float32:
-        key += (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
+    key: list[Any] = [function, type(problem), *_settings(problem.query)]
     for x in (*problem, *rest):
         if not isinstance(x, Tensor):
             key.append(x)
@@ -88,6 +85,16 @@ def launch(
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
+def _settings(query: Tensor) -> tuple[Any, ...]:
+    """Return what a pass depends on besides its arguments."""
+    hopper = tuple(tuning.HOPPER_CONFIGS.items())
+    precision = None
+    if query.dtype is torch.float32:
+        precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
+    tables = tuning.kernel_config, tuning.decode_config, tuning.TMA_MIN_WEIGHTS, hopper
+    return *tables, tuning.DIRECT_LAUNCH, precision
 
 
 def _record(key: Hashable, function: Callable[..., R], problem: Any, rest: Sequence[Any]) -> R:
