@@ -21,7 +21,7 @@ def sigmoid(b: Builder, ys: list[Value]) -> list[Value]:
     integers = b.together([x - _SHIFT for x in shifted])
     for part in _LOG_2:  # y - n · log 2
         ys = b.together([b.fma(n, b.vector(-part), y) for n, y in zip(integers, ys, strict=True)])
-    return [1.0 / divisor for divisor in _add_one(b, _polynomials(b, _EXP, ys), shifted)]
+    return [b.vector(1.0) / divisor for divisor in _add_one(b, _polynomials(b, _EXP, ys), shifted)]
 
 
 def coarse_sigmoid(b: Builder, ys: list[Value]) -> list[Value]:

@@ -31,18 +31,10 @@ class _BFloat16(ir.Type):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BFloat16)
 
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
-
 
 def _binary(of_integers: str, of_floats: str) -> Any:
     """Return a method that emits an instruction with two operands of one type."""
-    return lambda self, other: self._emit(of_integers, of_floats, self, other)
-
-
-def _reflected(of_integers: str, of_floats: str) -> Any:
-    """Return the method of an operator whose left operand is a number of Python."""
-    return lambda self, other: self._emit(of_integers, of_floats, other, self)
+    return lambda self, other: self._emit(of_integers, of_floats, other)
 
 
 def _comparison(predicate: str) -> Any:
@@ -65,11 +57,9 @@ class Value:
     def _is_float(self) -> bool:
         return getattr(self.raw.type, "element", self.raw.type) == FLOAT
 
-    def _emit(self, of_integers: str, of_floats: str, left: Any, right: Any) -> Value:
-        if of_integers == "add" and isinstance(right, int) and right == 0:
-            return self
+    def _emit(self, of_integers: str, of_floats: str, other: Any) -> Value:
         emit = getattr(self.b.ir, of_floats if self._is_float else of_integers)
-        return Value(self.b, emit(self._raw(left), self._raw(right)))
+        return Value(self.b, emit(self.raw, self._raw(other)))
 
     def _compare(self, predicate: str, other: Any) -> Value:
         if not self._is_float:
@@ -81,13 +71,12 @@ class Value:
     __add__, __radd__ = _binary("add", "fadd"), _binary("add", "fadd")
     __sub__ = _binary("sub", "fsub")
     __mul__, __rmul__ = _binary("mul", "fmul"), _binary("mul", "fmul")
-    __truediv__, __rtruediv__ = _binary("", "fdiv"), _reflected("", "fdiv")
+    __truediv__ = _binary("", "fdiv")
     __floordiv__, __mod__ = _binary("sdiv", ""), _binary("srem", "")
     __and__, __or__, __xor__ = _binary("and_", ""), _binary("or_", ""), _binary("xor", "")
     __lshift__, __rshift__ = _binary("shl", ""), _binary("ashr", "")
     __lt__, __le__, __gt__, __ge__ = (_comparison(p) for p in ("<", "<=", ">", ">="))
     __eq__, __ne__ = _comparison("=="), _comparison("!=")
-    __hash__ = None  # type: ignore[assignment]
 
     def __neg__(self) -> Value:
         return Value(self.b, self.b.ir.fneg(self.raw))
@@ -97,7 +86,7 @@ class Value:
 
     def logical_shift_right(self, bits: int) -> Value:
         """Shift right, with zeros from the left."""
-        return self._emit("lshr", "", self, bits)
+        return self._emit("lshr", "", bits)
 
     def bitcast(self, kind: Any) -> Value:
         """Return the same bits as another type."""
@@ -302,7 +291,7 @@ class Builder:
     def estimate_reciprocal(self, x: Value) -> Value:
         """Return 1 / x, relative error up to 2^-14: by an instruction of AVX-512, elsewhere exact."""
         if self.lanes < 16:
-            return 1.0 / x
+            return self.vector(1.0) / x
         all_lanes = Value(self, constant(-1, INT16))
         return self.intrinsic("llvm.x86.avx512.rcp14.ps.512", x, self.vector(0.0), all_lanes)
 
