@@ -116,7 +116,7 @@ def _forward(ring: Ring, problem: Problem) -> Result:
 
 
 def _of_rows(result: Result, rows: slice) -> Result:
-    return Result(*(t[:, :, rows] if t.numel() else t for t in result))
+    return Result(*(select_rows(t, rows) for t in result))
 
 
 def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, needs: NeedsGrad) -> Gradients:
@@ -124,21 +124,19 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
     p = problem
     bias = _zeros(p.bias) if p.bias is not None and needs.bias else None
     slopes = _zeros(p.alibi_slopes) if p.alibi_slopes is not None and needs.alibi_slopes else None
-    sums = Gradients(_zeros(p.query), _zeros(p.key), _zeros(p.value), bias, None, slopes)
-    receive = None
+    dq, receive = _zeros(p.query), None
     for owner, (key, value) in ring.parts((p.key, p.value)):
         dk, dv = _zeros(key), _zeros(value)
-        sums = sums._replace(key=dk, value=dv)
         for part, rows, columns in _visible_parts(ring, p._replace(key=key, value=value), owner):
             backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
             assert backward is not None
             g = backward(part, grad_out[:, :, rows], _of_rows(result, rows), needs)
             for total, gradient in (
-                (select_rows(sums.query, rows), g.query),
+                (select_rows(dq, rows), g.query),
                 (select_rows(dk, columns), g.key),
                 (select_rows(dv, columns), g.value),
-                (select_rows(sums.bias, rows), g.bias),
-                (sums.alibi_slopes, g.alibi_slopes),
+                (select_rows(bias, rows), g.bias),
+                (slopes, g.alibi_slopes),
             ):
                 if total is not None and gradient is not None:
                     total.add_(gradient)
@@ -150,8 +148,7 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
             receive = ring.send_to_next((dk, dv), owner)
     if receive is not None:
         dk, dv = receive()
-        sums = sums._replace(key=dk, value=dv)
-    return sums
+    return Gradients(dq, dk, dv, bias, None, slopes)
 
 
 def _visible_parts(ring: Ring, problem: Problem, owner: int) -> Iterator[tuple[Problem, slice, slice]]:
