@@ -317,7 +317,7 @@ class _Operators(TorchDispatchMode):
             # a mean of a softmax's weights over heads is weights
             weights = {m for m in marks if isinstance(m, _Site)} if base != "sum" else set()
             trace.weights[outputs[0]] = weights | {_Sum(m) for m in marks if isinstance(m, _Exponential)}
-        elif not (len(inputs) == 2 and outputs and self._normalize(base.rstrip("_"), *inputs, outputs[0])):
+        elif len(inputs) != 2 or not (outputs and self._normalize(base.rstrip("_"), inputs[0], inputs[1], outputs[0])):
             self._carry(base, inputs, outputs)
         return result
 

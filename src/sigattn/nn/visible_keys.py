@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from sigattn.nn.bias import AttentionBias
+from sigattn.nn.functional import MaskSpec, num_visible_keys
 from sigattn.ops.problem import NORMALIZED_MARGIN, at_least, combine_window, log_length_bias, log_size_bias
 from sigattn.ops.reference import band
 
@@ -102,7 +103,5 @@ def _count_visible(
         if not torch.compiler.is_compiling():
             return max(num_keys, 1)
         return torch.full((1, 1, 1, 1), torch.sym_max(num_keys, 1), dtype=torch.float32, device=device)
-    i = torch.arange(num_queries, device=device)
-    first = i * 0 if window[0] < 0 else (i - window[0]).clamp(min=0)
-    last = i * 0 + num_keys - 1 if window[1] < 0 else (i + window[1]).clamp(max=num_keys - 1)
-    return (last - first + 1).clamp(min=1).float().view(1, 1, num_queries, 1)
+    spec = MaskSpec(False, window, key_lengths=None, alibi_slopes=None, bias=0.0, dropout=0.0)
+    return num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)

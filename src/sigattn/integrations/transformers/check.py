@@ -7,7 +7,6 @@ layers does not count.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,12 +23,6 @@ from sigattn.nn.softmax_calls import ATTENTION_NAMES, INTERFACE_NAME, SOFTMAX_MO
 
 class KeptSoftmax(nn.Module):
     """Mark of a layer that computes softmax attention in a model whose other layers compute sigmoid attention."""
-
-
-def fixed_choices(model_class: type[PreTrainedModel]) -> list[dict[str, Any]]:
-    """Return the tables of attention classes in the model's module that have no entry for sigmoid."""
-    tables = [t for t in vars(sys.modules.get(model_class.__module__, object())).values() if isinstance(t, dict)]
-    return [t for t in tables if isinstance(t.get("eager"), type) and NAME not in t]
 
 
 def unsupported_layers(

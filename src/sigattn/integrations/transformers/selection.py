@@ -7,6 +7,7 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 import contextvars
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
-from sigattn.integrations.transformers.check import fixed_choices, sub_configs, unsupported_layers
+from sigattn.integrations.transformers.check import sub_configs, unsupported_layers
 from sigattn.integrations.transformers.configured import (
     CONFIGS,
     Configured,
@@ -69,8 +70,9 @@ def _get_correct_attn_implementation(
 ) -> str:
     """Let "sigmoid" choose the eager layers of a model whose code has a table of classes."""
     if requested_attention == NAME:
-        for table in fixed_choices(type(model)):
-            table[NAME] = table["eager"]
+        for table in vars(sys.modules[type(model).__module__]).values():
+            if isinstance(table, dict) and isinstance(table.get("eager"), type):
+                table[NAME] = table["eager"]
     return original(model, requested_attention, *args, **kwargs)
 
 
