@@ -138,7 +138,7 @@ VALUES = [
     (partial(sigattn.log_length_bias, 0), "at least 1"),
     (op(NESTED, NESTED, NESTED, torch.ones(7, 7)), "attn_mask is not supported with nested tensors"),
     (op(NESTED, NESTED, NESTED, key_lengths=torch.tensor([1, 2, 3])), "offsets define the lengths"),
-    (op(*[GAPS.transpose(1, 2)] * 3), r"gaps between its sequences: call .contiguous\(\)"),
+    (op(*[GAPS.transpose(1, 2)] * 3), r"gaps between its sequences: call .contiguous\(\) before"),
     (op(*[NESTED.transpose(1, 2)] * 3), r"make \(B, ragged length, H, D\) and transpose"),
     (op(*[NESTED.transpose(1, 2).flatten(2)] * 3), r"\(B, H, ragged length, D\)"),
     (op(NESTED, OTHER, OTHER, is_causal=True), "of the same lengths"),

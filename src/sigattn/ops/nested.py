@@ -36,7 +36,9 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, qu
                 "torch.nested.nested_tensor(list, layout=torch.jagged)"
             )
         if t.lengths() is not None:  # type: ignore[attr-defined]
-            raise ValueError(f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() first")
+            raise ValueError(
+                f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() before .transpose(1, 2)"
+            )
     message = None
     if any(t._ragged_idx != 2 or t.dim() != 4 for t in operands.values()):
         message = (
