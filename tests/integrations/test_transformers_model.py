@@ -106,6 +106,21 @@ def test_training():
     assert wrapped(ids, logits_to_keep=2).logits.shape == (2, 2, 30)
 
 
+def test_training_with_padding_on_the_left():
+    """Each row has the logits and the gradients that it has alone; one has padding on both sides."""
+    model = model_of({})
+    wrapped = model_integration.wrap(model).train()
+    ids, spans = torch.randint(1, 30, (3, 9)), [(4, 9), (0, 9), (2, 7)]
+    mask = torch.stack([torch.tensor([start <= i < stop for i in range(9)]) for start, stop in spans]).long()
+    logits = wrapped(ids, attention_mask=mask).logits
+    ours = torch.cat([row[start:stop] for row, (start, stop) in zip(logits, spans, strict=True)])
+    theirs = torch.cat([model(row[None, start:stop])[0] for row, (start, stop) in zip(ids, spans, strict=True)])
+    torch.testing.assert_close(ours, theirs)
+    gradients = (torch.autograd.grad(out.square().mean(), list(model.parameters())) for out in (ours, theirs))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_grows(tied, tmp_path):
     model = model_of({"tie_embeddings": tied})
@@ -192,15 +207,12 @@ def test_calls_that_it_does_not_support_are_refused(arguments, message):
 
 def test_options_of_calls_and_of_the_configuration():
     wrapped = model_integration.wrap(model_of({})).train()
-    with pytest.raises(ValueError, match="training does not support padding on the left"):
-        wrapped(IDS, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
     for options in ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"offload": True}):
         with pytest.raises(ValueError, match=r"use (use_reentrant|offload)=False"):
             wrapped.gradient_checkpointing_enable(**options)
     with pytest.raises(ValueError, match="computes sigmoid attention by its own layers"):
         wrapped.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        wrapped.eval()(IDS, attention_mask=PADDED, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
+    wrapped.eval()(IDS, attention_mask=PADDED, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
     wrapped.config.output_hidden_states = True
     with pytest.raises(ValueError, match="does not support output_hidden_states"):
         wrapped(IDS)

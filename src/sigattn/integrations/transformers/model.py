@@ -147,8 +147,8 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         ``cache`` is the name of ``past_key_values`` from transformers 5.24 on.
 
         Raises:
-            ValueError: for a mask that hides tokens between others; left padding in training with gradient; positions
-                other than those of the documents, or of the cache and the padding; or options that are not supported.
+            ValueError: for a mask that hides tokens between others; positions other than those of the documents, or of
+                the cache and the padding; or options that are not supported.
         """
         asked = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")} | kwargs
         if unsupported := [n for n, v in asked.items() if v is not None and v is not False and n not in _PASSED]:
@@ -165,10 +165,9 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         documents = None
         if past_key_values is not None:
             layers = [_CacheAdapter(past_key_values, i, int(past), first) for i in range(len(self.model.blocks))]
-        elif first is not None:
-            if torch.is_grad_enabled() and self.training:
-                raise ValueError("training does not support padding on the left: pad on the right")
-            layers = self.model.new_kv_cache(first)
+        elif first is not None:  # a causal model does not see padding on the right
+            order = torch.arange(input_ids.shape[1], device=input_ids.device) + first[:, None]
+            input_ids = input_ids.gather(1, order % input_ids.shape[1])
         elif attention_mask is None and position_ids is not None:
             documents = _documents(position_ids.expand(input_ids.shape))
         if position_ids is not None:
@@ -177,6 +176,9 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             expected = expected if documents is None else documents.positions
             _check_positions(position_ids, expected, attention_mask, int(past))
         logits = self.model(input_ids, layers, documents)
+        if first is not None and layers is None:
+            order = torch.arange(logits.shape[1], device=logits.device) - first[:, None]
+            logits = logits[torch.arange(len(first), device=first.device)[:, None], order % logits.shape[1]]
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             logits = logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
         loss = None
