@@ -283,7 +283,7 @@ class Attention(nn.Module):
             key, value = cache.append(key, value)
         spec = MaskSpec(
             self.causal, self.window, key_lengths,
-            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None, bias=0.0,
+            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
             dropout=self.dropout if self.training and cache is None else 0.0, query_offset=query_offset,
             documents=documents, cache=cache, normalize=self.normalize,
         )  # fmt: skip

@@ -45,10 +45,10 @@ class MaskSpec(NamedTuple):
 
     causal: bool
     window: tuple[int, int] | None
-    key_lengths: Tensor | None
-    alibi_slopes: Tensor | None
-    bias: float | Tensor
-    dropout: float
+    key_lengths: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: float | Tensor = 0.0
+    dropout: float = 0.0
     query_offset: int = 0
     documents: Documents | None = None
     cache: KVCache | None = None

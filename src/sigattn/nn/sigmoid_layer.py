@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -117,14 +117,7 @@ def _in_sigmoid_mode(method: Any) -> Any:
     return wrapped
 
 
-# with the names of operators, such as "_softmax.default", because torch.compile does not trace str.partition
 _REFUSED_NAMES = SOFTMAX_NAMES | OPAQUE_NAMES
-_REFUSED_NAMES |= {
-    f"{name}.{overload}"
-    for name in _REFUSED_NAMES
-    if hasattr(torch.ops.aten, name)
-    for overload in getattr(torch.ops.aten, name).overloads()
-}
 # files with a function that has a backward pass of its own: ``checkpoint`` and ``Function.apply``
 _OWN_BACKWARD = {checkpoint.__file__, torch.autograd.function.__file__}
 # the code that enters ``_SigmoidMode``
@@ -162,7 +155,8 @@ class _SigmoidMode(TorchFunctionMode):
         if self.layer.writes_softmax and (call := written_softmax(func, args, kwargs)) is not None:
             self._count_call()
             return sigmoid_weights(self.layer, call)
-        if getattr(func, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
+        named = func.overloadpacket if isinstance(func, OpOverload) else func  # "_softmax", not "_softmax.default"
+        if getattr(named, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was converted to sigmoid attention, but this forward computes a "
                 "softmax itself instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or "

@@ -103,5 +103,4 @@ def _count_visible(
         if not torch.compiler.is_compiling():
             return max(num_keys, 1)
         return torch.full((1, 1, 1, 1), torch.sym_max(num_keys, 1), dtype=torch.float32, device=device)
-    spec = MaskSpec(False, window, key_lengths=None, alibi_slopes=None, bias=0.0, dropout=0.0)
-    return num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)
+    return num_visible_keys(num_queries, num_keys, MaskSpec(False, window), device).clamp(min=1)
