@@ -123,7 +123,7 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     if mask_blocks is not None:
         table, tiles = mask_blocks.table.contiguous(), mask_blocks.tiles.contiguous().view(torch.uint8)
         options = options._replace(BLOCK_Q=mask_blocks.size[0], BLOCK_K=mask_blocks.size[1])
-        b, h, q, _ = table.expand(batch, heads, -1, -1).stride()
+        b, h, q, _ = broadcast_strides(table, batch, heads, *table.shape[2:])
         blocks = Blocks(table, b, h, q, tiles)
     width = max(options.D, options.DV)
     if options.WGMMA and query.dtype is torch.float32 and width <= 128 and options.PRECISION == "ieee":
@@ -146,7 +146,7 @@ def common_arguments(
     return {
         "query": p.query, "key": p.key, "value": p.value,
         "left": min(p.left, _MAX_SIDE), "right": min(p.right, _MAX_SIDE),
-        "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
+        "alibi": None if slopes is None else Alibi(slopes, *broadcast_strides(slopes, batch, heads, 2)),
         "scales": Scales(to_float32(z * LOG2E), to_float32(cap), to_float32(keep_scale)),
     }  # fmt: skip
 
@@ -161,6 +161,11 @@ def common_options(p: Problem | VarlenProblem | KVCacheProblem, group: int, bias
         HAS_LEFT=p.left != UNLIMITED, HAS_RIGHT=p.right != UNLIMITED,
         SIGMOID=sigmoid_form(p), PRECISION=precision(p.query), WGMMA=architecture(p.query.device) == 90,
     )  # fmt: skip
+
+
+def broadcast_strides(t: Tensor, *size: int) -> list[int]:
+    """Return the strides of a tensor expanded to a size, without an operator in recorded passes."""
+    return [0 if own == 1 != wanted else stride for own, wanted, stride in zip(t.shape, size, t.stride(), strict=True)]
 
 
 def strides(t: Tensor | None) -> Strides | None:
@@ -284,7 +289,7 @@ def bias_arg(bias: Tensor, dtype: torch.dtype, *size: int) -> BiasArguments:
     if dtype is torch.float16:
         largest = bias.amax() if bias.numel() else bias.new_zeros(())
         shift = (largest.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
-    b, h, n, _ = bias.expand(*size, 1).stride()
+    b, h, n, _ = broadcast_strides(bias, *size, 1)
     return Bias(bias, 0.0, n if size[-1] > 1 else 0, shift, 0.0), (b, h, n), "tensor"
 
 
@@ -292,7 +297,7 @@ def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
     """Return the kernels' argument for a mask broadcast to a size (B, H, N, M)."""
     if mask is None:
         return None
-    return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *mask.expand(size).stride())
+    return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *broadcast_strides(mask, *size))
 
 
 def _visible_keys(p: Problem | VarlenProblem, mask: Mask, batch: int, heads: int, n: int, m: int) -> Tensor | None:
