@@ -45,7 +45,6 @@ _AUTOCAST = functools.reduce(
 )
 _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
 _NUM_RESULTS = len(Result._fields)
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
 library: torch.library.Library = torch.library.Library("sigattn", "DEF")
 # For ``FlopCounterMode(custom_mapping=…)``. They are not registered with PyTorch, because the counter's module imports
@@ -137,7 +136,7 @@ class Operator(Generic[P]):
     def _define(
         name: str, schema: str, kernel: Any, fake: Any, autograd_kernel: Any, vmap_rule: vmap.Rule, num_flops: Any
     ) -> Any:
-        library.define(name + schema, tags=_TAGS)
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, kernel, "CompositeExplicitAutograd")
         library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(f"sigattn::{name}", fake, lib=library)
@@ -369,8 +368,7 @@ def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any
 
 def record(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Any:
     """Return what the proxies return for a call of a function, given the call's arguments by name, operands first."""
-    operands = [arguments[name] for name in list(arguments)[:3]]
-    return handle_torch_function(function, operands, **arguments)
+    return handle_torch_function(function, list(arguments.values())[:3], **arguments)
 
 
 def record_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -23,10 +23,9 @@ def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropou
     """
     by_row = row_hashes(seed, heads, rows).unsqueeze(-1)
     x = by_row ^ column_hashes(seed, columns)  # (..., R, C); int32 products wrap, as the hash requires
-    x ^= x >> SHIFTS[0]
-    x *= FACTORS[0]
-    x ^= x >> SHIFTS[1]
-    x *= FACTORS[1]
+    for shift, factor in zip(SHIFTS, FACTORS, strict=True):
+        x ^= x >> shift
+        x *= factor
     return x >= threshold(dropout_p)
 
 

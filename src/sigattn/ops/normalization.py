@@ -12,7 +12,6 @@ and δ = dO · O:
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,23 +56,19 @@ def add_parts(parts: Sequence[Result], total: Result) -> None:
     total.row_sums.copy_(torch.stack([torch.exp(log_total + lift), lift], -1))
 
 
-class BackwardOperands(NamedTuple):
-    """What the backward pass of the plain sigmoid needs to compute the gradients of a problem that normalises."""
+def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tuple[Problem, Tensor, Tensor]:
+    """Return what the backward pass of the plain sigmoid needs for the gradients of a problem that normalises.
 
-    problem: Problem  # with the bias of lifted rows
-    grad_out: Tensor  # (B, Hq, N, Dv), divided by the sums of rows; in float32 for float16, where it may be infinite
-    row_terms: Tensor  # (B, Hq, N, 1) in float32 or better, subtracted from each row of dP
-
-
-def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> BackwardOperands:
-    """Return the operands of the backward pass of a problem that normalises."""
+    That is the problem with the bias of lifted rows; dO / t, (B, Hq, N, Dv), in float32 for float16, where it may be
+    infinite; and δ / t, (B, Hq, N, 1) in float32 or better, which is subtracted from each row of dP.
+    """
     sums, lifts = result.row_sums.unbind(-1)
     if lifts.any():
         problem = _lifted(problem, lifts)
     scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
     row_terms = (scaled * result.out).sum(-1, keepdim=True)
     dtype = scaled.dtype if grad_out.dtype is torch.float16 else grad_out.dtype
-    return BackwardOperands(problem, scaled.to(dtype), row_terms)
+    return problem, scaled.to(dtype), row_terms
 
 
 def _lifted(problem: Problem, lifts: Tensor) -> Problem:

@@ -79,7 +79,7 @@ def kvcache_forward(attend: Attend, piece: int | None, problem: KVCacheProblem, 
     p, total = problem, new_result(problem.query, problem.value.shape[3], problem.normalize)
     (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
     keys = p.key_ranges()
-    is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1
+    is_uniform = p.block_table is None and p.attn_mask is None and len(set(keys)) == 1
     if piece is not None:
         is_uniform = is_uniform and (_can_fold_heads(p.key, keys[0][1]) and _can_fold_heads(p.value, keys[0][1]))
     size = batch if is_uniform else 1

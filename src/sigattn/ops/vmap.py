@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from sigattn.ops.gradients import NeedsGrad, Result
+from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
 
 # called with the op, the number of slices, the mapped dimension of each argument, and the arguments
@@ -37,7 +37,7 @@ def dense_backward(op: OpOverload, size: int, in_dims: Sequence[int | None], arg
     """Merge the mapped dimension into the batch, unless gradients are summed over the batch (bias, mask, slopes)."""
     first = 1 + len(Result._fields)
     grad_out, out, weights, row_sums, *problem, backend, needs_grad = args
-    if not _may_fold(problem, in_dims[first:-2]) or any(NeedsGrad(*needs_grad)[3:]):
+    if not _may_fold(problem, in_dims[first:-2]) or any(needs_grad[3:]):
         return by_slices(op, size, in_dims, args)
     folded = _fold_batches(size, in_dims[first:], problem)
     batch = len(folded[0]) // size

@@ -17,8 +17,7 @@ class Copies(Microtiles):
 
     def round_up(self, number: Value, multiple: int) -> Value:
         """Return the smallest multiple of a constant that is not below a number."""
-        last = number + (multiple - 1)
-        return last - last % multiple
+        return number.b.round_down(number + (multiple - 1), multiple)
 
     def pack(self, b: Builder, rows: Matrix, size: Value, last: Value | int, count: Value, out: Pointer) -> None:
         """Write rows 0 … last - 1 as packed right factors, (size, tile) for each tile of rows; 0 from ``count`` on."""
