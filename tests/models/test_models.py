@@ -277,6 +277,19 @@ def test_reports_and_recording(name):
         assert all(layer.statistics is None for layer in recorded)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_with_normalize_alone_a_model_computes_nearly_what_softmax_does(name):
+    """The default b is low then, also where it is 0 without normalize."""
+    softmax = build(TINY[name].with_transformer(activation="softmax", attention_bias=None)).eval()
+    normalized = build(TINY[name].with_transformer(normalize=True, attention_bias=None)).eval()
+    normalized.load_state_dict(softmax.state_dict())
+    inputs, outputs = TINY[name].example_inputs(), []
+    for model in (softmax, normalized):
+        torch.manual_seed(0)  # of the autoencoder's mask
+        outputs.append(model(*inputs))
+    torch.testing.assert_close(*outputs, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize(
     "config", [*TINY.values(), CONFORMER, replace(VISION, position="sincos")], ids=[*TINY, "conformer", "sincos"]
 )

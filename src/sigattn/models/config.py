@@ -65,8 +65,8 @@ class TransformerConfig(ModelConfig):
         mlp_dim: number of hidden features of the feed-forward layers; None for the default of ``effective_mlp_dim``.
         activation: "sigmoid", "softmax", or another of ``sigattn.nn.attention``.
         attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible",
-            "log_alibi" (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias
-            otherwise.
+            "log_alibi" (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid" (with ``normalize``
+            "log_batch" where that is a number), and for no bias otherwise.
         normalize: True to divide the sigmoid's weights by the sum of each row.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
             "head" (one per head; two with "log_visible" and "log_alibi"), "query" (added to Q) or, with "log_visible"
@@ -161,6 +161,11 @@ class TransformerConfig(ModelConfig):
             )
         return self.embed_dim // self.num_heads
 
+    @property
+    def default_bias(self) -> float | Rule:
+        """The rule of b with "sigmoid" and without ``attention_bias``: a low one if the weights are normalized."""
+        return "log_batch" if self.normalize and not isinstance(self.DEFAULT_BIAS, str) else self.DEFAULT_BIAS
+
     def make_attention_bias(self, max_seq_len: int | None) -> AttentionBias | None:
         """Create the bias of a layer; return None if the activation has no bias."""
         rule: float | Rule | None = self.attention_bias
@@ -172,7 +177,7 @@ class TransformerConfig(ModelConfig):
                 )
             return None
         if rule is None:
-            rule = self.DEFAULT_BIAS if self.activation == "sigmoid" else 0.0
+            rule = self.default_bias if self.activation == "sigmoid" else 0.0
         bias = make_bias(
             rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, head_dim=self.head_dim
         )
@@ -234,7 +239,7 @@ class TransformerConfig(ModelConfig):
     @property
     def bounds_output(self) -> bool:
         """True if the attention's output is bounded: by a negative bias, ``normalize``, a norm after it or n^(-α)."""
-        bias = self.DEFAULT_BIAS if self.attention_bias is None else self.attention_bias
+        bias = self.default_bias if self.attention_bias is None else self.attention_bias
         return (
             isinstance(bias, str)
             or bias < 0

@@ -123,7 +123,7 @@ class Recipe:
         t, millions = self.transformer, self.parameters() / 1e6
         positions = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
         structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
-        bias = t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias
+        bias = t.default_bias if t.attention_bias is None else t.attention_bias
         position = getattr(t, "position", "none")
         return {
             "Domain": self.domain,
