@@ -122,7 +122,7 @@ def node(
     return types.new_class(name, (_SingleLevelFunction,), exec_body=lambda namespace: namespace.update(methods))
 
 
-def register_without(library: torch.library.Library, op: Op, message: str) -> None:
+def register_without(library: torch.library.Library, op: Op, name: str) -> None:
     """Register an op without a derivative: called with a tensor that requires a gradient, it raises RuntimeError."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -131,7 +131,7 @@ def register_without(library: torch.library.Library, op: Op, message: str) -> No
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if needs_grad(tensors):
-            raise RuntimeError(message)
+            raise RuntimeError(f"{name} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
         with torch._C._AutoDispatchBelowAutograd():
             return below_autograd(op, keyset)(*args)
 

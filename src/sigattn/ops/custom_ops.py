@@ -114,31 +114,31 @@ class Operator(Generic[P]):
         outputs = ", ".join(["Tensor"] * _NUM_RESULTS)
         self.forward_op: Any = self._define(
             f"{name}_forward", f"({fields}, str backend, bool save) -> ({outputs})", self._forward,
-            self._fake_forward, self._autograd, vmap_rules[0], self._forward_flops,
+            self._fake_forward, vmap_rules[0], self._forward_flops,
         )  # fmt: skip
         self._forward_kernel = autograd.Op(self.forward_op, self._forward)
         if formula is None:
+            autograd.register_without(library, self._forward_kernel, function)
             return
         saved = ", ".join(f"Tensor {name}" for name in Result._fields)
         results = ", ".join(["Tensor"] * _NUM_GRADIENTS)
         self.backward_op: Any = self._define(
             f"{name}_backward",
             f"(Tensor grad_out, {saved}, {fields}, str backend, bool[] needs_grad) -> ({results})",
-            self._backward, self._fake_backward, self._autograd_of_backward, vmap_rules[1], self._backward_flops,
+            self._backward, self._fake_backward, vmap_rules[1], self._backward_flops,
         )  # fmt: skip
         self._backward_kernel = autograd.Op(self.backward_op, self._backward)
+        library.impl(self.forward_op, self._autograd, "Autograd", with_keyset=True)
+        library.impl(self.backward_op, self._autograd_of_backward, "Autograd", with_keyset=True)
         self._node = autograd.node("SigmoidAttention", self._forward_kernel, _save, self._gradients)
         self._backward_node = autograd.node(
             "SigmoidAttentionGradient", self._backward_kernel, _save_gradient, self._second_gradients
         )
 
     @staticmethod
-    def _define(
-        name: str, schema: str, kernel: Any, fake: Any, autograd_kernel: Any, vmap_rule: vmap.Rule, num_flops: Any
-    ) -> Any:
+    def _define(name: str, schema: str, kernel: Any, fake: Any, vmap_rule: vmap.Rule, num_flops: Any) -> Any:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, kernel, "CompositeExplicitAutograd")
-        library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(f"sigattn::{name}", fake, lib=library)
         op = getattr(torch.ops.sigattn, name).default
 
@@ -193,7 +193,7 @@ class Operator(Generic[P]):
             if Problem(*fields).seed is not None:
                 raise RuntimeError(f"{self.function} with dropout cannot be exported to ONNX: call eval() first")
             return without_saved(self.traced_formula(*fields))
-        if backend == "reference" and self.formula is not None:  # its operators are recorded
+        if backend == "reference":  # its operators are recorded
             return self._forward(*args)
         tensors = args[: self.num_tensors]
         if type(args[0]) is not Tensor and self.problem_type is Problem and "torch.distributed.tensor" in sys.modules:
@@ -205,10 +205,6 @@ class Operator(Generic[P]):
         if not autograd.needs_grad(tensors):
             with torch._C._AutoDispatchBelowAutograd():
                 return autograd.below_autograd(self._forward_kernel, keyset)(*args[:-1], False)
-        if self.formula is None:
-            raise RuntimeError(
-                f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
-            )
         save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
         with autograd.recording():
             return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)

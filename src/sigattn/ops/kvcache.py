@@ -16,9 +16,6 @@ from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_pr
 from sigattn.ops.settings import BACKENDS
 
 _NAME = "sigmoid_kvcache_attention"
-_NO_GRADIENT = (
-    "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()"
-)
 _BOUNDS = ("seqlens", "left_padding", "block_table", "query_ends")  # fields that bound the keys to read
 
 
@@ -113,7 +110,7 @@ library.define(
 library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::append_to_cache", lambda *_: None, lib=library)
 append_to_cache = torch.ops.sigattn.append_to_cache.default
-autograd.register_without(library, autograd.Op(append_to_cache, _append), _NO_GRADIENT)
+autograd.register_without(library, autograd.Op(append_to_cache, _append), "sigattn::append_to_cache")
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
