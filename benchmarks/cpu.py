@@ -124,8 +124,9 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
             rows += found
     finally:
         torch.set_num_threads(threads)
-    used = memory.measure_all(config.num_heads, config.head_dim, config.threads, config.isa) if config.memory else []
-    if used:
+    used = []
+    if config.memory:
+        used = memory.measure_all(config.dtypes, config.num_heads, config.head_dim, config.threads, config.isa)
         print_rows("peak memory of forward and backward, beyond inputs and outputs", used, memory.COLUMNS)
     report = {**provenance.describe("cpu", asdict(config)), "rows": rows, "memory": used}
     provenance.write(config.results, report)

@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
-def measure_all(num_heads: int, head_dim: int, threads: int, held_to: str | None = None) -> list[dict[str, Any]]:
+def measure_all(
+    dtypes: Sequence[str], num_heads: int, head_dim: int, threads: int, held_to: str | None = None
+) -> list[dict[str, Any]]:
     """Measure every implementation at 4096 tokens and, with one head, 65,536."""
     return [
         measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads, held_to)
         for n, h in ((4096, num_heads), (65_536, 1))
-        for dtype in ("float32", "bfloat16")
+        for dtype in dtypes
         for causal in (False, True)
         for name in IMPLEMENTATIONS
     ]
