@@ -149,6 +149,7 @@ def test_multihead_attention(options, name, normalize):
             same(layer(*(t[0] for t in inputs), **arguments)[0], expected[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 def test_what_is_refused():
     class Single(Attend):
         def forward(self, x):
@@ -164,3 +165,6 @@ def test_what_is_refused():
     convert(layer)
     with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch
         layer(*X.float().expand(3, -1, -1, -1).unbind(), is_causal=True)
+    nested = torch.nested.nested_tensor([torch.randn(n, E) for n in (5, 3)])  # PyTorch's fused layer takes them
+    with pytest.raises(ValueError, match="no nested tensors: pad them, and pass key_padding_mask"):
+        layer(nested, nested, nested)

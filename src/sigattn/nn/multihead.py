@@ -62,6 +62,8 @@ class SigmoidMultiheadAttention(UnfusedMultihead):
         node = record_module(self, (query, key, value, *options), {})
         if node is not None:
             return node
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError("SigmoidMultiheadAttention takes no nested tensors: pad them, and pass key_padding_mask")
         swap = self.batch_first and query.dim() == 3
         if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
