@@ -238,8 +238,9 @@ def test_models_of_one_configuration_do_not_change_one_another():
     softmax = [AutoModelForCausalLM.from_config(config)]
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
     softmax.append(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    softmax.append(AutoModelForCausalLM.from_config(ours.config, attn_implementation="sdpa"))
     assert sigmoid.check(ours, **inputs_of("llama")) == 2
-    assert [model.config._attn_implementation for model in softmax] == ["sdpa", "sdpa"]
+    assert [model.config._attn_implementation for model in softmax] == ["sdpa"] * 3
     convert(softmax[0])
     with pytest.raises(ValueError, match="another model of the same LlamaConfig object, or before this layer was"):
         softmax[1](**inputs_of("llama"))

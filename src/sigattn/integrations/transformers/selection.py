@@ -55,9 +55,10 @@ def wrap_selection() -> None:
 
 
 def _from_config(original: Any, model_class: type[PreTrainedModel], config: PretrainedConfig, **kwargs: Any) -> Any:
-    """Build a model for which "sigmoid" is asked of a copy of its configuration, which other models may have, too."""
-    chooses = _selects_sigmoid(kwargs.get("attn_implementation"))
-    return original(model_class, copy.deepcopy(config) if chooses else config, **kwargs)
+    """Build a model from a copy of its configuration if the choice may change another model."""
+    choice = kwargs.get("attn_implementation")
+    changes = choice is not None and (_selects_sigmoid(choice) or config._attn_implementation == NAME)
+    return original(model_class, copy.deepcopy(config) if changes else config, **kwargs)
 
 
 def _can_set_attn_implementation(original: Any, model_class: type[PreTrainedModel]) -> bool:
