@@ -68,7 +68,8 @@ class Attention(nn.Module):
             "tanh", "identity", which materialise the attention weights.
         attention_bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for
             "softmax" and "performer", optional for the others.
-        normalize: True to divide the sigmoid's weights by the sum of each row, as softmax does.
+        normalize: True to divide the sigmoid's weights by the sum of each row, as softmax does. ``attention_bias``
+            should then be a rule of a number of keys, such as ``VisibleKeysBias()``, not 0.0.
         num_kv_heads: number of key and value heads, a divisor of num_heads; None for num_heads.
         qk_norm: norm of each head of Q and of K, before the position encoding: "rms", "layer" (both with a learned
             scale) or "none".
@@ -227,7 +228,8 @@ class Attention(nn.Module):
         if name not in (*ELEMENTWISE, "softmax", "performer"):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
         if name == "sigmoid" and self.attention_bias is None:
-            raise ValueError("activation='sigmoid' needs a bias (0.0 for none), got attention_bias=None")
+            advice = "such as VisibleKeysBias()" if self.normalize else "0.0 for none"
+            raise ValueError(f"activation='sigmoid' needs a bias ({advice}), got attention_bias=None")
         if name != "sigmoid" and self.normalize:
             raise ValueError(f"normalize=True needs activation='sigmoid', got activation={name!r}")
         if name in ("softmax", "performer") and (self.attention_bias is not None or self.length_power):
