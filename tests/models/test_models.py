@@ -208,15 +208,16 @@ class TestSpeech:
     ],
 )
 def test_what_the_paper_found_unstable_is_warned_of_once(config, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(replace(config, activation="softmax", attention_bias=None))
+        build(replace(config, normalize=True, attention_bias=None))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         build(config)
     assert [w for w in caught if message in str(w.message)]
     assert len(caught) == 1
     assert "2025" in str(caught[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build(replace(config, activation="softmax", attention_bias=None))
 
 
 class TestSaving:

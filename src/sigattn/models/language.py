@@ -215,7 +215,7 @@ class LanguageModel(Transformer):
 
 def _warn_of_unstable_options(c: LanguageModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Autoregressive Large Language Modeling", G.3)."""
-    sigmoid = c.activation == "sigmoid"
+    sigmoid = c.activation == "sigmoid" and not c.normalize
     if sigmoid and not c.bounds_output and c.position != "alibi":
         warn_once(
             'the outputs of sigmoid attention without a bias are at first far too large (Sect. "Ablations"): set '

@@ -147,7 +147,7 @@ class SpeechModel(Transformer):
 
 def _warn_of_unstable_options(c: SpeechModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Automatic Speech Recognition", App. G.4)."""
-    sigmoid = c.activation == "sigmoid"
+    sigmoid = c.activation == "sigmoid" and not c.normalize
     if sigmoid and not c.bounds_output:
         warn_once(
             "sigmoid attention without a bias has gradient and loss spikes in speech models (App. ASR, results): use "

@@ -52,7 +52,7 @@ class Block(nn.Module):
             raise ValueError(f"Block: attention must have embed_dim={embed_dim}, got embed_dim={attention.embed_dim}")
         check_not_negative({"init_values": init_values})
         check_probability({"dropout": dropout, "drop_path": drop_path})
-        if norm_placement == "post" and attention.activation == "sigmoid":
+        if norm_placement == "post" and attention.activation == "sigmoid" and not attention.normalize:
             warn_once(
                 "sigmoid attention in post-norm blocks is unstable or worse than softmax (App. ASR, results): use "
                 "pre-norm with a bias of -log n, or hybrid-norm"
