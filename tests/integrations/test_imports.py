@@ -27,7 +27,7 @@ def test_the_package_to_install_is_named(error, message):
         raise ImportError("Failed to import transformers.models") from error  # as transformers hides its cause
 
 
-@pytest.mark.parametrize("missing", ["tokenizers", "lm_eval", "transformers"])
+@pytest.mark.parametrize("missing", ["lm_eval", "transformers"])
 def test_lm_eval_names_its_extra(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "sigattn.integrations.lm_eval", raising=False)

@@ -281,10 +281,11 @@ def test_reports_and_recording(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_with_normalize_alone_a_model_computes_nearly_what_softmax_does(name):
     """The default b is low then, also where it is 0 without normalize."""
-    softmax = build(TINY[name].with_transformer(activation="softmax", attention_bias=None)).eval()
-    normalized = build(TINY[name].with_transformer(normalize=True, attention_bias=None)).eval()
+    config = TINY[name].with_transformer(attention_bias=None, learn_bias="no")
+    softmax = build(config.with_transformer(activation="softmax")).eval()
+    normalized = build(config.with_transformer(normalize=True)).eval()
     normalized.load_state_dict(softmax.state_dict())
-    inputs, outputs = TINY[name].example_inputs(), []
+    inputs, outputs = config.example_inputs(), []
     for model in (softmax, normalized):
         torch.manual_seed(0)  # of the autoencoder's mask
         outputs.append(model(*inputs))

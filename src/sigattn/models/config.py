@@ -163,8 +163,9 @@ class TransformerConfig(ModelConfig):
 
     @property
     def default_bias(self) -> float | Rule:
-        """The rule of b with "sigmoid" and without ``attention_bias``: a low one if the weights are normalized."""
-        return "log_batch" if self.normalize and not isinstance(self.DEFAULT_BIAS, str) else self.DEFAULT_BIAS
+        """B of "sigmoid" without ``attention_bias``: with ``normalize`` a low one, unless a number is learned."""
+        is_number = not isinstance(self.DEFAULT_BIAS, str)
+        return "log_batch" if self.normalize and is_number and self.learn_bias == "no" else self.DEFAULT_BIAS
 
     def make_attention_bias(self, max_seq_len: int | None) -> AttentionBias | None:
         """Create the bias of a layer; return None if the activation has no bias."""
