@@ -163,7 +163,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def default_bias(self) -> float | Rule:
-        """B of "sigmoid" without ``attention_bias``: with ``normalize`` a low one, unless a number is learned."""
+        """The b of "sigmoid" without ``attention_bias``: with ``normalize`` a low one, unless a number is learned."""
         is_number = not isinstance(self.DEFAULT_BIAS, str)
         return "log_batch" if self.normalize and is_number and self.learn_bias == "no" else self.DEFAULT_BIAS
 
