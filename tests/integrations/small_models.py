@@ -110,8 +110,7 @@ def replaced(model):
 def with_formula(model):
     """Return a copy of a model with sigmoid attention, which computes the formula instead."""
     other = copy.deepcopy(model)
-    for config in (other.config, *(m.config for m in other.modules() if hasattr(m, "config"))):
-        config._attn_implementation_internal = "formula"
+    other.set_attn_implementation("formula")
     return other
 
 

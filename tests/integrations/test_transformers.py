@@ -244,6 +244,36 @@ def test_models_of_one_configuration_do_not_change_one_another():
     convert(softmax[0])
     with pytest.raises(ValueError, match="another model of the same LlamaConfig object, or before this layer was"):
         softmax[1](**inputs_of("llama"))
+    config = AutoConfig.for_model("llama", **TEXT, attn_implementation="sigmoid")
+    ours, other = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    other.set_attn_implementation("sdpa")
+    other(**inputs_of("llama"))
+    with pytest.raises(ValueError, match='now says "sdpa", which was not chosen by set_attn_implementation of this'):
+        ours(**inputs_of("llama"))
+
+
+def test_a_choice_reaches_parts_that_were_built_before_the_whole():
+    """Their layers have a configuration of their own, which transformers' choice does not reach."""
+
+    def build():
+        torch.manual_seed(0)
+        encoder = transformers.BertModel(transformers.BertConfig(**TEXT), add_pooling_layer=False)
+        decoder = transformers.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+        return transformers.EncoderDecoderModel(encoder=encoder, decoder=transformers.BertLMHeadModel(decoder)).eval()
+
+    tokens = inputs_of("llama")["input_ids"]
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens}
+    model = build()
+    softmax = model(**inputs).logits
+    model.set_attn_implementation("sigmoid")
+    assert sigmoid.check(model, **inputs) == 6
+    far_below = build()
+    for part in (far_below.config, far_below.config.encoder, far_below.config.decoder):
+        part.sigmoid_bias, part.sigmoid_normalize = -60.0, True
+    far_below.set_attn_implementation("sigmoid")  # softmax, with every number from the outer configurations
+    torch.testing.assert_close(far_below(**inputs).logits, softmax, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(**inputs).logits, softmax)
 
 
 def test_a_model_that_is_asked_for_weights_raises():

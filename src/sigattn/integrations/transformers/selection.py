@@ -94,10 +94,12 @@ def _set_attn_implementation(
     try:
         with restored(configurations(model)):
             original(model, attn_implementation, *args, **kwargs)
+            _choose_in_layers(model, None)
             if chooses:
                 _verify_and_attach(model)
             else:
                 _replace_classes(model, None)
+            _guard(model)
     finally:
         _choosing.reset(token)
 
@@ -153,6 +155,22 @@ def configurations(model: nn.Module) -> list[PretrainedConfig]:
         if isinstance(config := getattr(module, "config", None), PretrainedConfig) and id(config) not in by_id:
             by_id |= {id(config): config} | sub_configs(config)
     return list(by_id.values())
+
+
+def _choose_in_layers(module: nn.Module, config: PretrainedConfig | None) -> None:
+    """Let the choice of a model reach layers with a configuration of their own, as of the parts of EncoderDecoderModel.
+
+    Such a part was built before the whole, which then gave it, but not its layers, another configuration.
+    """
+    own = getattr(module, "config", None)
+    if isinstance(module, PreTrainedModel):
+        config = module.config
+    elif config is not None and type(own) is type(config):
+        choices = (own._attn_implementation, config._attn_implementation)
+        if NAME in choices and choices[0] != choices[1]:
+            own._attn_implementation_internal = config._attn_implementation
+    for child in module.children():
+        _choose_in_layers(child, config)
 
 
 def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.Module]:
@@ -219,8 +237,6 @@ def _attach(
         around = (*around, config)
         if not any(type(config) is type(c) for c in configs):
             configs = (config, *configs)
-    if isinstance(module, PreTrainedModel) and _refuse_weights not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     setattr(module, CONFIGS, configs)
     if needs_numbers(module):
         for each in around:
@@ -229,24 +245,42 @@ def _attach(
         _attach(child, configs, around)
 
 
+def _guard(model: nn.Module) -> None:
+    """Let the parts of a model for which "sigmoid" is chosen verify each call, and no others."""
+    for part in model.modules():
+        _unguard(part)
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+            part.register_forward_pre_hook(_verify_call, with_kwargs=True)
+
+
+def _unguard(part: nn.Module) -> None:
+    for key, hook in list(part._forward_pre_hooks.items()):
+        if hook is _verify_call:
+            del part._forward_pre_hooks[key], part._forward_pre_hooks_with_kwargs[key]
+
+
 def detach(model: nn.Module) -> None:
     """Remove what the choice of "sigmoid" has attached to a model, so that it can be pickled without this package."""
     for module in model.modules():
         vars(module).pop(CONFIGS, None)
         restore_class(module)
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _refuse_weights:
-                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+        _unguard(module)
 
 
-def _refuse_weights(model: PreTrainedModel, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if a model with sigmoid attention is asked for attention weights: it would return an empty tuple.
+def _verify_call(model: PreTrainedModel, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where a model with sigmoid attention would compute softmax, or return an empty tuple of attention weights.
 
     As a hook of the model this function also makes a process that unpickles it import this package.
     """
+    if model.config._attn_implementation != NAME:
+        raise ValueError(
+            f'{type(model).__name__} with attn_implementation="{NAME}": its {type(model.config).__name__} now says '
+            f'"{model.config._attn_implementation}", which was not chosen by set_attn_implementation of this model, '
+            "but perhaps of another one with the same configuration object. Call it here with what is meant, and build "
+            "each model from its own copy.deepcopy(config)"
+        )
     asked = kwargs.get("output_attentions")
-    asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and model.config._attn_implementation == NAME:
+    if getattr(model.config, "output_attentions", False) if asked is None else asked:
         raise ValueError(
             f'{type(model).__name__} with attn_implementation="{NAME}": output_attentions: attention weights are never '
             "formed; pass output_attentions=False"
