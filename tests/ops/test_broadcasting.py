@@ -42,35 +42,24 @@ def outcome(function, *args, **options):
         return None
 
 
-@pytest.mark.parametrize("gqa", [False, True])
-def test_the_shapes_are_those_of_pytorch(gqa):
-    """The same shapes are accepted and rejected; results and gradients are those of the formula."""
-    accepted = 0
-    for leads in random.Random(int(gqa)).sample(SHAPES, len(SHAPES) // SHARE):
-        leaves = operands(leads)
-        theirs = outcome(F.scaled_dot_product_attention, *leaves, enable_gqa=gqa)
-        assert outcome(sigmoid_attention, *leaves, enable_gqa=gqa) == theirs, leads
+@pytest.mark.parametrize("kind", ["plain", "grouped heads", "bool mask", "float mask"])
+def test_the_shapes_are_those_of_pytorch(kind):
+    """The same shapes are accepted and rejected (but for more masks); results and gradients are the formula's."""
+    rng, accepted, gqa = random.Random(1), 0, kind == "grouped heads"
+    for leads in rng.sample(SHAPES, len(SHAPES) // SHARE):
+        leaves, mask = operands(leads), None
+        if "mask" in kind:
+            mask = torch.randn(*rng.choice([*LEADING, *leads]), rng.choice([1, N]), rng.choice([1, M])).double()
+            mask = mask > 0 if kind == "bool mask" else mask
+        theirs = outcome(F.scaled_dot_product_attention, *leaves, mask, enable_gqa=gqa)
+        if theirs is not None or mask is None:
+            assert outcome(sigmoid_attention, *leaves, mask, enable_gqa=gqa) == theirs, leads
         if theirs is not None:
             accepted += 1
-            ours, truth = sigmoid_attention(*leaves, enable_gqa=gqa), formula(*leaves, gqa=gqa)
-            grad = torch.randn_like(truth)
-            results = [(out, *torch.autograd.grad(out, leaves, grad)) for out in (ours, truth)]
+            truth, grad = formula(*leaves, mask, gqa), torch.randn(theirs).double()
+            outs = (sigmoid_attention(*leaves, mask, enable_gqa=gqa), truth)
+            results = [(out, *torch.autograd.grad(out, leaves, grad)) for out in outs]
             torch.testing.assert_close(*results, msg=str(leads))
-    assert accepted > 20
-
-
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_broadcast_as_in_pytorch(kind):
-    """Masks that PyTorch's function accepts are accepted, with the result of the formula."""
-    rng, accepted = random.Random(2), 0
-    for leads in rng.sample(SHAPES, len(SHAPES) // SHARE):
-        q, k, v = operands(leads)
-        mask = torch.randn(*rng.choice([*LEADING, *leads]), rng.choice([1, N]), rng.choice([1, M])).double()
-        mask = mask > 0 if kind == "bool" else mask
-        if outcome(F.scaled_dot_product_attention, q, k, v, mask) is not None:
-            accepted += 1
-            ours = sigmoid_attention(q, k, v, mask)
-            torch.testing.assert_close(ours, formula(q, k, v, mask), msg=f"{leads} {mask.shape}")
     assert accepted > 10
 
 

@@ -90,15 +90,6 @@ def test_the_first_call_with_a_key_is_not_stored_and_the_cache_is_bounded(prepar
     assert len(launch_cache._cache) <= 3
 
 
-def test_one_tensor_as_query_key_and_value(prepared):
-    """A cached call with one tensor for all three does not imply that the next one has."""
-    (x,) = tensors(0, n=1)
-    with torch.no_grad():
-        sigmoid_attention(x, x, x, backend="triton")
-    check(*tensors(1))
-    assert len(prepared) == 2
-
-
 @pytest.mark.usefixtures("no_op_kernels")
 def test_calls_that_differ_are_prepared_anew(prepared, monkeypatch):
     """In numbers, shapes, layouts, dtypes, gradients that are needed, the alignment of an address, or the tables."""
@@ -229,15 +220,23 @@ def test_passes_of_threads_are_recorded_apart(prepared):
         assert torch.equal(launch_cache.run(function, problem), problem.query)  # would wait for the other thread
 
 
-@pytest.mark.parametrize("recorded_in", [torch.device, torch.inference_mode, FlopCounterMode, torch.func.grad])
-def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, recorded_in):
-    q, k, v = tensors(0)
+RECORDED_IN = {
+    "no_grad, of one tensor": torch.no_grad,
+    "device": lambda: torch.device(DEVICE),
+    "inference": torch.inference_mode,
+    "counter": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("kind", [*RECORDED_IN, "transform"])
+def test_passes_recorded_in_a_mode_or_a_transform_serve_other_calls(prepared, kind):
+    """A cached call with one tensor for query, key and value does not imply that the next one has."""
+    q, k, v = tensors(0, n=1) * 3 if "one tensor" in kind else tensors(0)
     options = {"normalize": True, "is_causal": True}
-    if recorded_in is torch.func.grad:
+    if kind == "transform":
         torch.func.grad(lambda q: sigmoid_attention(q, k, v, backend="triton", **options).sum())(q)
     else:
-        arguments = {torch.device: {"type": DEVICE}, FlopCounterMode: {"display": False}}
-        with recorded_in(**arguments.get(recorded_in, {})):
+        with RECORDED_IN[kind]():
             sigmoid_attention(q, k, v, backend="triton", **options)
     before = len(prepared)
     check(*tensors(1), **options)

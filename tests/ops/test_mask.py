@@ -158,16 +158,6 @@ def test_a_block_mask_is_its_dense_mask(backend, way, case, everything):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("each sample its own", (1, 4)), ("each head its own", (2, 1))])
-def test_a_query_that_broadcasts_to_a_block_mask(name, sizes):
-    """The mask is of the samples and heads of the output."""
-    block, dense = make(name, 64, 64, 32)
-    q, k, v = torch.randn(*sizes, 64, 8), torch.randn(2, 4, 64, 8), torch.randn(2, 4, 64, 8)
-    out = sigmoid_attention(q, k, v, block)
-    expected = formula(q.expand(2, 4, 64, 8).double(), k.double(), v.double(), mask=dense)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("backend", "way", "size", "first"),
     [("blocked", PLAIN, 16, 128), ("blocked", SMALL, 16, 32), ("triton", "large tiles", 128, 128)],
@@ -195,23 +185,36 @@ def test_hidden_blocks_are_not_visited(backend, way, size, first):
     assert gradients[1][:, :, : first - 8].any()
 
 
-def test_a_block_mask_under_flash_attn_s_name():
-    block, dense = make("documents", 64, 96, 32)
-    leaves = leaves_of(64, 96)
-    q, k, v = (t.transpose(1, 2) for t in leaves.values())
-    out = flash_attn_func(q, k, v, sigmoid_bias=-1.0, attn_mask=block)
-    expected = sigmoid_attention(**leaves, attn_mask=dense, bias=-1.0, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_lists_of_blocks_without_a_function():
-    """from_kv_blocks without mask_mod: every listed block is visible as a whole."""
+def lists_of_blocks():
+    """Return a mask from_kv_blocks without mask_mod, whose listed blocks are visible as a whole, and its dense mask."""
     counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 2]]]], dtype=torch.int32)
-    block = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(30, 40))
     dense = torch.zeros(30, 40, dtype=torch.bool)
     dense[:16, 16:32] = dense[16:, :16] = dense[16:, 32:] = True
-    q, k, v = leaves_of(30, 40, kv=4).values()
-    torch.testing.assert_close(sigmoid_attention(q, k, v, block), sigmoid_attention(q, k, v, dense))
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(30, 40)), dense
+
+
+SAMPLES, HEADS = make("each sample its own", 64, 64, 32), make("each head its own", 64, 64, 32)
+OTHER_CALLS = {
+    "one query for all samples": (SAMPLES, lambda q, k, v, mask: sigmoid_attention(q[:1], k, v, mask)),
+    "one query for all heads": (HEADS, lambda q, k, v, mask: sigmoid_attention(q[:, :1], k, v, mask)),
+    "lists of blocks": (lists_of_blocks(), sigmoid_attention),
+    "flash_attn_func": (
+        make("documents", 64, 96, 32),
+        lambda q, k, v, mask: flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask),
+    ),
+    "gradient mapped by torch.func": (
+        SAMPLES,
+        lambda q, k, v, mask: torch.vmap(torch.func.grad(lambda q: sigmoid_attention(q, k, v, mask).square().sum()))(
+            torch.stack([q, 2 * q])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("masks", "call"), OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_a_block_mask_in_other_calls(masks, call):
+    operands = [t.detach() for t in leaves_of(*masks[1].shape[-2:], kv=4).values()]
+    torch.testing.assert_close(*(call(*operands, mask) for mask in masks), rtol=1e-4, atol=1e-5)
 
 
 class Limits:
@@ -248,17 +251,6 @@ def test_a_block_mask_is_converted_once():
     block = create_block_mask(from_class, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
     first, Limits.end = resolved(block), 39
     assert resolved(block).sum() < first.sum()
-
-
-def test_a_block_mask_mapped_by_torch_func():
-    block, dense = make("each sample its own", 32, 32, 16)
-    q, k, v = (t.detach() for t in leaves_of(32, 32, kv=4).values())
-    many = torch.stack([q, 2 * q])
-
-    def gradient(mask):
-        return torch.vmap(torch.func.grad(lambda q: sigmoid_attention(q, k, v, mask).square().sum()))(many)
-
-    torch.testing.assert_close(gradient(block), gradient(dense))
 
 
 def test_other_sizes_of_blocks_and_compiled_graphs(unchecked):

@@ -1,9 +1,8 @@
-"""The operator with PyTorch's transforms: compile, export, vmap, func, checkpoint, autocast, opcheck, FLOPs."""
+"""The operator with PyTorch's transforms: compile, export, vmap, func, autocast, opcheck, FLOPs."""
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import FLOP_FORMULAS, flash, sigmoid_attention, sigmoid_kvcache_attention
@@ -213,26 +212,6 @@ class TestHigherDerivatives:
         dropped = [penalty(sigmoid_attention, backend=b, dropout_p=0.2, **options) for b in (backend, "reference")]
         torch.testing.assert_close(*dropped)
         assert not torch.allclose(dropped[0][0], ours[0])
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant):
-    """Recomputation in the backward pass drops the same weights and gives the same numbers."""
-    leaves = inputs()
-
-    def call(q, k, v):
-        return sigmoid_attention(q, k, v, dropout_p=0.4, enable_gqa=True)
-
-    def outcome(function):
-        torch.manual_seed(3)
-        for t in leaves:
-            t.grad = None
-        out = function()
-        out.square().sum().backward()
-        return [out, *(t.grad for t in leaves)]
-
-    again = outcome(lambda: checkpoint(call, *leaves, use_reentrant=use_reentrant))
-    torch.testing.assert_close(again, outcome(lambda: call(*leaves)))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

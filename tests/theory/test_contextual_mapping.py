@@ -7,12 +7,6 @@ import pytest
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification
 
 
-def test_selective_shift_adds_the_sum_of_larger_indices():
-    m = ContextualMapping(d=1, n=4, inverse_delta=9)
-    assert m.selective_shift([1, 3, 5, 8], 3) == [1, 3 + m.c * 13, 5, 8]
-    assert m.selective_shift([1, 3, 5, 8], 4) == [1, 3, 5, 8]
-
-
 @pytest.mark.parametrize(("d", "n", "inverse_delta"), [(2, 3, 3), (1, 5, 8)])
 def test_mapping_is_contextual(d, n, inverse_delta):
     """On every input; the statements of the proof are in test_statements.py, of fewer tokens."""
