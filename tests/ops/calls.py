@@ -46,14 +46,22 @@ class Call:
                 setting = torch.backends.cuda.matmul
                 stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
                 setting.fp32_precision = "tf32"
-            return {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
+            given: dict[str, Any] = {}
+            for name in self.options:
+                given |= ARGUMENTS[name](self)
+            return {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self, given)
 
     def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
         return torch.zeros(2, n, heads, width, dtype=self.dtype)
 
 
-# Arguments of sigmoid_attention by the name of an option; floating-point tensors among them require a gradient.
-DENSE: dict[str, Callable[[Call], dict[str, Any]]] = {
+def _of_flash(**arguments: Any) -> Callable[[Call], dict[str, Any]]:
+    """Return arguments that sigmoid_attention lacks: ``Call.__call__`` sets them for the process."""
+    return lambda c: {} if c.kind == "dense" else arguments
+
+
+# Arguments of sigmoid_attention by the name of an option; its floating-point tensors among them require a gradient.
+ARGUMENTS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "causal": lambda c: {"is_causal": True},
     "window": lambda c: {"window": (7, 5)},
     "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
@@ -70,16 +78,26 @@ DENSE: dict[str, Callable[[Call], dict[str, Any]]] = {
     "dropout": lambda c: {"dropout_p": 0.25},
     "slopes": lambda c: {"alibi_slopes": torch.zeros(HEADS)},
     "bias": lambda c: {"bias": -1.5},
-    "bias tensor": lambda c: {"bias": torch.zeros(HEADS, 1, 1)},
+    "bias tensor": lambda c: {"bias": torch.zeros((2, HEADS) if c.kind == "cached" else (HEADS, 1, 1))},
     "bias of rows": lambda c: {"bias": torch.zeros(2, HEADS, c.n, 1)},
     "lengths": lambda c: {"key_lengths": torch.tensor([3, KEYS])},
     "softcap": lambda c: {"softcap": 20.0},
     "normalize": lambda c: {"normalize": True},
     "GQA": lambda c: {"enable_gqa": True},
     "scale": lambda c: {"scale": 0.3},
-    "fast": lambda c: {},
+    "fast": _of_flash(sigmoid_precision="fast"),
     "TF32": lambda c: {},
-    "deterministic": lambda c: {},
+    "deterministic": _of_flash(deterministic=True),
+    "splits": lambda c: {"num_splits": 3},
+    "left padding": lambda c: {"cache_leftpad": torch.tensor([0, 3], dtype=torch.int32)},
+    "pages": lambda c: {"block_table": torch.zeros(2, KEYS // PAGE, dtype=torch.int32)},
+}
+OF_CACHES = ("bias tensor", "GQA", "splits", "left padding", "pages")
+COMMON = ("causal", "window", "slopes", "softcap", "normalize", "bias", "fast", "bool mask", "float32 mask")
+OPTIONS = {
+    "dense": tuple(name for name in ARGUMENTS if name not in OF_CACHES[2:]),
+    "packed": (*COMMON, "dropout", "deterministic"),
+    "cached": (*COMMON, *OF_CACHES),
 }
 
 
@@ -91,10 +109,14 @@ def _tensors(*given: Any) -> list[torch.Tensor]:
     return [x for x in given if isinstance(x, torch.Tensor)]
 
 
-def _dense(call: Call) -> list[torch.Tensor]:
-    given: dict[str, Any] = {}
-    for name in call.options:
-        given |= DENSE[name](call)
+def _in_flash(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments under flash-attn's names, and the backend."""
+    names = {"is_causal": "causal", "window": "window_size", "bias": "sigmoid_bias"}
+    ignored = ("constant", "enable_gqa")
+    return {"backend": "triton"} | {names.get(name, name): x for name, x in given.items() if name not in ignored}
+
+
+def _dense(call: Call, given: dict[str, Any]) -> list[torch.Tensor]:
     constant = given.pop("constant", False)
     kv_heads = HEADS // 2 if "enable_gqa" in given else HEADS
     dv = call.dv or call.d
@@ -107,66 +129,23 @@ def _dense(call: Call) -> list[torch.Tensor]:
     return _tensors(q, k, v, *given.values(), out, grad, *torch.autograd.grad(out, leaves, grad))
 
 
-PACKED: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"window_size": (7, 5)},
-    "slopes": {"alibi_slopes": torch.ones(HEADS)},
-    "softcap": {"softcap": 20.0},
-    "normalize": {"normalize": True},
-    "dropout": {"dropout_p": 0.25},
-    "bias": {"sigmoid_bias": -1.5},
-    "deterministic": {"deterministic": True},
-    "fast": {"sigmoid_precision": "fast"},
-    "bool mask": {"attn_mask": torch.ones(3, 1, KEYS, KEYS, dtype=torch.bool)},
-    "float32 mask": {"attn_mask": torch.zeros(3, 1, KEYS, KEYS)},
-}
-
-
-def _packed(call: Call) -> list[torch.Tensor]:
+def _packed(call: Call, given: dict[str, Any]) -> list[torch.Tensor]:
     starts = torch.tensor([0, 10, 10, 10 + KEYS], dtype=torch.int32)
-    dv = call.dv or call.d
-    q, k, v = (torch.zeros(10 + KEYS, HEADS, e, dtype=call.dtype).requires_grad_() for e in (call.d, call.d, dv))
-    given: dict[str, Any] = {}
-    for name in call.options:
-        given |= PACKED[name]
-    out = flash.flash_attn_varlen_func(q, k, v, starts, starts, KEYS, KEYS, backend="triton", **given)
+    dims = (call.d, call.d, call.dv or call.d)
+    q, k, v = (torch.zeros(10 + KEYS, HEADS, e, dtype=call.dtype).requires_grad_() for e in dims)
+    out = flash.flash_attn_varlen_func(q, k, v, starts, starts, KEYS, KEYS, **_in_flash(given))
     grad = torch.ones_like(out)
     return _tensors(q, k, v, starts, *given.values(), out, grad, *torch.autograd.grad(out, (q, k, v), grad))
 
 
-CACHED: dict[str, Callable[[Call], dict[str, Any]]] = {
-    "causal": lambda c: {"causal": True},
-    "window": lambda c: {"window_size": (7, 0)},
-    "slopes": lambda c: {"alibi_slopes": torch.ones(HEADS)},
-    "softcap": lambda c: {"softcap": 20.0},
-    "normalize": lambda c: {"normalize": True},
-    "bias": lambda c: {"sigmoid_bias": -1.5},
-    "bias tensor": lambda c: {"sigmoid_bias": torch.zeros(2, HEADS)},
-    "splits": lambda c: {"num_splits": 3},
-    "left padding": lambda c: {"cache_leftpad": torch.tensor([0, 3], dtype=torch.int32)},
-    "pages": lambda c: {"block_table": torch.zeros(2, KEYS // PAGE, dtype=torch.int32)},
-    "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
-    "float32 mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS)},
-    "GQA": lambda c: {},
-    "fast": lambda c: {"sigmoid_precision": "fast"},
-}
-
-
-def _cached(call: Call) -> list[torch.Tensor]:
-    given: dict[str, Any] = {"sigmoid_bias": -1.5}
-    for name in call.options:
-        given |= CACHED[name](call)
+def _cached(call: Call, given: dict[str, Any]) -> list[torch.Tensor]:
     kv_heads = 1 if "GQA" in call.options else HEADS
     size = (KEYS, PAGE) if "pages" in call.options else (2, KEYS)
-    dv = call.dv or call.d
-    k, v = (torch.zeros(*size, kv_heads, e, dtype=call.dtype) for e in (call.d, dv))
+    k, v = (torch.zeros(*size, kv_heads, e, dtype=call.dtype) for e in (call.d, call.dv or call.d))
     lengths = torch.tensor([KEYS, 100], dtype=torch.int32)
     q = call.rows(call.n, HEADS, call.d)
-    out = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend="triton", **given)
+    out = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **{"sigmoid_bias": -1.5, **_in_flash(given)})
     return _tensors(q, k, v, lengths, *given.values(), out)
-
-
-OPTIONS = {"dense": tuple(DENSE), "packed": tuple(PACKED), "cached": tuple(CACHED)}
 
 
 def all_calls() -> list[Call]:
