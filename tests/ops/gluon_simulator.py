@@ -152,8 +152,8 @@ class Simulator:
         self.random, self.lazy = random.Random(seed), lazy
         self.actions = []  # copies under way
         self.program = self.programs = 0
-        self.turn = threading.Condition()
-        self.running = self.failed = None
+        self.failed = None
+        self.turns = {}  # by thread: released when it may run; one thread runs at a time
         self.waiting = {}  # by thread: whether it is ready
         self.products = {}  # by thread
         self.stores = {}  # issued, by thread
@@ -162,37 +162,39 @@ class Simulator:
 
     def pause(self, ready=lambda: True):
         """Yield to the other partitions; return when this one is scheduled again and ready."""
-        me = threading.get_ident()
-        with self.turn:
-            if me not in self.products:  # before partitions are split
-                while not ready():
-                    self._act_or_fail()
-                return
-            self.waiting[me] = ready
-            self._next()
-            self.turn.wait_for(lambda: self.running == me or self.failed)
-            if self.failed:
-                raise SystemExit
-            del self.waiting[me]
+        me = threading.current_thread()
+        if me not in self.turns:  # before partitions are split
+            while not ready():
+                self._act()
+            return
+        self.waiting[me] = ready
+        self._pass_turn()
+        self._take_turn()
 
-    def _next(self):
-        self.running = None
-        while self.running is None and self.failed is None:
-            if self.actions and not self.lazy and self.random.random() < 0.5:
-                self._act_or_fail()
+    def _take_turn(self):
+        me = threading.current_thread()
+        self.turns[me].acquire()
+        del self.waiting[me]
+        if self.failed:
+            raise SystemExit
+
+    def _pass_turn(self):
+        """Let a partition that is ready run next; all of them, which then end, if one has failed."""
+        if self.actions and not self.lazy and self.random.random() < 0.5:
+            self._act()
+        while not self.failed and self.waiting:
             able = [t for t, ready in self.waiting.items() if ready()]
             if able:
-                self.running = self.random.choice(able)
-            elif self.waiting:
-                try:
-                    self._act_or_fail()
-                except DeadlockError as error:
-                    self.failed = error
-            else:
-                break
-        self.turn.notify_all()
+                self.turns[self.random.choice(able)].release()
+                return
+            try:
+                self._act()
+            except DeadlockError as error:
+                self.failed = error
+        for t in list(self.waiting):
+            self.turns[t].release()
 
-    def _act_or_fail(self):
+    def _act(self):
         if not self.actions:
             raise DeadlockError("all partitions wait, and nothing is under way")
         # late stores complete as late as possible: only a reuse of their buffer waits for them
@@ -205,36 +207,27 @@ class Simulator:
         """Run the partitions concurrently to completion."""
 
         def body(function, arguments):
-            me = threading.get_ident()
             try:
-                with self.turn:
-                    self.products[me] = []
-                    self.waiting[me] = lambda: len(self.products) == len(parts) or started.is_set()
-                    if len(self.products) == len(parts):
-                        started.set()
-                        self._next()
-                    self.turn.wait_for(lambda: self.running == me or self.failed)
-                    self.waiting.pop(me, None)
-                if not self.failed:
-                    function(*arguments)
+                self._take_turn()
+                function(*arguments)
             except SystemExit:
-                pass
+                return
             except BaseException as error:
-                self.failed = self.failed or error
-            with self.turn:
-                if self.running == me:
-                    self._next()
-                self.turn.notify_all()
+                self.failed = error
+            self._pass_turn()
 
-        started = threading.Event()
         threads = [threading.Thread(target=body, args=part, daemon=True) for part in parts]
+        self.turns = {t: threading.Semaphore(0) for t in threads}
+        self.waiting = dict.fromkeys(threads, lambda: True)
+        self.products, self.stores = {t: [] for t in threads}, {}
         for thread in threads:
             thread.start()
+        self._pass_turn()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive(), "the simulation does not end"
         assert self.failed or all(p.data is not None for own in self.products.values() for p in own)
-        self.products = {}
+        self.turns = {}
         if self.failed:
             raise self.failed
 
@@ -264,7 +257,7 @@ class Simulator:
         self.pause()
 
     def store(self, descriptor, at, slot, add=False):
-        own = self.stores.setdefault(threading.get_ident(), [])
+        own = self.stores.setdefault(threading.current_thread(), [])
 
         def copy():
             descriptor.write(at, slot.data, add)
@@ -274,7 +267,7 @@ class Simulator:
         self.pause()
 
     def store_wait(self, pendings):
-        own = self.stores.setdefault(threading.get_ident(), [])
+        own = self.stores.setdefault(threading.current_thread(), [])
         due = own[: max(0, len(own) - pendings)]
         self.pause(lambda: not any(copy in self.actions for copy in due))
 
@@ -286,7 +279,7 @@ class Simulator:
             assert acc.data is not None or acc.shape == shape, "an accumulator of another shape is under way"
         left = a.data  # of registers; of shared memory it is a view, read when the product happens
         result = Pending(lambda: left.float() @ b.data.float() + (acc.data if use_acc else 0), shape)
-        own = self.products[threading.get_ident()]
+        own = self.products[threading.current_thread()]
         own.append(result)
         if not self.lazy:
             for p in own[: self.random.randrange(len(own) + 1)]:
@@ -295,7 +288,7 @@ class Simulator:
         return result
 
     def mma_wait(self, outstanding, deps):
-        me = threading.get_ident()
+        me = threading.current_thread()
         own = self.products[me]
         done, self.products[me] = own[: len(own) - outstanding], own[len(own) - outstanding :]
         for p in done:
