@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import FLOP_FORMULAS, flash, sigmoid_attention, sigmoid_kvcache_attention
@@ -48,7 +50,7 @@ class TestCompile:
         def call(q, k, v, more):
             return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, **more)
 
-        compiled = torch.compile(call, fullgraph=True, dynamic=True)
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
         ours, eager = (with_gradients(f(q, k, v, more), leaves) for f in (compiled, call))
         torch.testing.assert_close(ours, eager)
         with torch.autocast("cpu", torch.bfloat16):
@@ -81,6 +83,17 @@ class TestCompile:
         assert not torch.equal(*(compiled(q, k, v, dropout_p=0.5, enable_gqa=True) for _ in range(2)))
         with pytest.raises(ValueError, match="key_lengths must lie in 0…9"):
             compiled(q, k, v, key_lengths=torch.tensor([3, 10]), enable_gqa=True)
+
+
+def test_fakes_of_symbolic_sizes_have_the_strides_of_results():
+    """A compiled graph asserts them."""
+    leaves = inputs()
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fakes = [mode.from_tensor(t) for t in leaves]
+        found = with_gradients(sigmoid_attention(*fakes, enable_gqa=True), fakes)
+    expected = with_gradients(sigmoid_attention(*leaves, enable_gqa=True), leaves)
+    assert not isinstance(found[0].stride(0), int)
+    assert [list(map(int, t.stride())) for t in found] == [list(t.stride()) for t in expected]
 
 
 def test_opcheck():
