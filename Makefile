@@ -65,18 +65,17 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10
 
-# Without what does not depend on the version (messages, borders, simulated Hopper kernels, most interpreted kernels), and
-# without inductor, which needs a minute to compile on two cores
+# Without what does not depend on the version (messages, borders, simulated Hopper kernels, most interpreted kernels)
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --dist worksteal --durations=10 \
 	    -k "not (real_tiles or hopper or different_calls or masked_weights or wrong_calls or borders \
-	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or test_mask)) \
+	    or statistics or broadcasting or small or dense_alignment or (triton and (kvcache or test_mask)) \
 	    or (match_the_formula and (batched or few or tuned)))" \
 	    tests/ops tests/test_flash.py tests/test_flash_kvcache.py
 
-# Without a test that forks a process with threads, at which qemu 7.2 ends
+# Without a test that forks a process with threads, at which qemu 7.2 ends, and without other processors' symbols
 test-arm64: setup
-	tests/arm64.sh --durations=10 -k "not without_the_runtime" tests/ops/test_llvm.py
+	tests/arm64.sh --durations=10 -k "not forked and not symbol" tests/ops/test_llvm.py
 
 test-integrations: test-integrations-minimum test-integrations-newest
 

@@ -82,6 +82,7 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
     """
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
+    version = next(line for line in _run([config.llvm_mca, "--version"]).splitlines() if "version" in line)
     rows = []
     for processor, peak, note in PROCESSORS:
         registers = processor.registers
@@ -90,7 +91,6 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
             row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
             rows.append({**row, "note": note if per_word == 2 or not note.startswith("bfloat16") else ""})
     print_rows("multiply-adds in a cycle, by llvm-mca", rows, _COLUMNS)
-    version = next(line for line in _run([config.llvm_mca, "--version"]).splitlines() if "version" in line)
     report = describe("microtiles", asdict(config)) | {"llvm-mca": version, "rows": rows}
     write(config.results, report)
     print(f"results: {config.results}")
