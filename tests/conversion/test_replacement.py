@@ -172,16 +172,11 @@ class TestMultiheadAttention:
                     fast = other.eval()(x, src_key_padding_mask=padding)
                 assert not operators.names
                 torch.testing.assert_close(fast, training)
-        first, seen = encoder.layers[0], torch.ones(2, 1, 1, 5).bool() if padding is None else ~padding[:, None, None]
-        attention = first.self_attn
-        q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
-        weights = (q @ k.mT * 4**-0.5 - 1).sigmoid().masked_fill(~seen, 0)
-        attended = attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
-        y = first.norm1(x + attended * (2 if kind is OwnForward else 1))
-        y = first.norm2(y + first.linear2(F.relu(first.linear1(y))))
-        torch.testing.assert_close(first(x, src_key_padding_mask=padding), y)
-        torch.testing.assert_close(attention(x, x, x, padding)[1], weights.mean(1))
+        attention, plain = encoder.layers[0].self_attn, nn.MultiheadAttention(8, 2, batch_first=True)
+        plain.load_state_dict(attention.state_dict())
+        replace(plain, bias=-1.0)
+        (out, weights), expected = attention(x, x, x, padding), plain(x, x, x, padding)
+        torch.testing.assert_close((out / (2 if kind is OwnForward else 1), weights), expected)
 
     @pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}, {"add_bias_kv": True}])
     def test_parameters_are_initialised_as_those_of_pytorch(self, options):
@@ -195,30 +190,23 @@ class TestMultiheadAttention:
             assert torch.equal(parameter, expected), name
 
 
-@pytest.mark.parametrize(("implementation", "bias", "recorded"), [("sdpa", None, "log_visible"), ("eager", -2.0, -2.0)])
-def test_a_model_of_transformers_is_saved_as_sigmoid(implementation, bias, recorded, tmp_path):
+@pytest.mark.parametrize(
+    ("bias", "normalize", "recorded"),
+    [
+        (None, False, "log_visible"),
+        (-2.0, False, -2.0),
+        (ContextLengthBias(7), True, -math.log(7) - 6),
+    ],  # a rule is less
+)
+def test_a_model_of_transformers_records_its_bias(bias, normalize, recorded):
+    """Outputs and saved models: tests/integrations."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
-    )
-    tokens = torch.randint(50, (2, 7))
-    model = transformers.BertModel._from_config(config, attn_implementation=implementation).eval()
-    layer, x = model.encoder.layer[0].attention.self, torch.randn(2, 7, 16)
-    q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
-    out = (q @ k.mT * 8**-0.5 + (-math.log(7) if recorded == "log_visible" else recorded)).sigmoid() @ v
-    other = copy.deepcopy(model)
-    report = replace(model, bias=bias)
-    names = [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    assert report == [converted(name, type(layer).__name__, "attention interface") for name in names]
-    torch.testing.assert_close(layer(x)[0], out.transpose(1, 2).flatten(2))
-    assert model.config.sigmoid_bias == recorded
-    model.save_pretrained(tmp_path)
-    loaded = transformers.BertModel.from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
-    with pytest.raises(ValueError, match="BertModel has sigmoid attention already"):
-        replace(model)
-    convert(other, bias=ContextLengthBias(7))
-    assert other.config.sigmoid_bias == pytest.approx(-math.log(7) - 6)  # numbers are as given, rules are 6 less
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, num_hidden_layers=1))
+    report = replace(model, bias=bias, normalize=normalize)
+    assert report == [converted("encoder.layer.0.attention.self", "BertSelfAttention", "attention interface")]
+    assert model.config.sigmoid_bias == pytest.approx(recorded)
+    assert model.config.sigmoid_normalize is normalize
 
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: -2.0, BatchLengthBias, lambda: LearnableBias(-1.0, 4)])

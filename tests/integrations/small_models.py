@@ -1,11 +1,8 @@
-"""Small models of transformers, their inputs, and the same models with sigmoid attention as a formula in float64."""
-
-import copy
+"""Small models of transformers, and their inputs."""
 
 import torch
 import transformers
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from sigattn.conversion.transformers import TransformersAdapter
 from sigattn.integrations.transformers.configured import Configured
@@ -17,7 +14,6 @@ TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 50}
 BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0}
 BART |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
 PART = {**SMALL, "num_hidden_layers": 1}
 IMAGE = {**PART, "image_size": 16, "patch_size": 4}
 CLIP_TEXT = {**PART, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
@@ -33,7 +29,6 @@ SIZES = {
     "llama": TEXT,
     "gemma3_text": {**TEXT, "sliding_window": 6},  # grouped heads, windows
     "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
-    "whisper": WHISPER,  # cross-attention
     "bart": {**BART, "max_position_embeddings": 64, "forced_eos_token_id": None},
     "clip": CLIP,
     "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 0.5},  # windows, and logits that are capped
@@ -48,28 +43,6 @@ DECODERS = ("llama", "gemma2", "gemma3_text", "bloom", "falcon", "mpt", "gptj", 
 AUTO = dict.fromkeys(DECODERS, AutoModelForCausalLM)
 AUTO |= dict.fromkeys(("bart", "t5", "t5gemma"), transformers.AutoModelForSeq2SeqLM)
 AUTO["gemma3"] = transformers.AutoModelForImageTextToText
-
-
-def formula(module, query, key, value, attention_mask, scaling, **_):
-    """σ(scale · Q Kᵀ + b) V in float64; with learned biases, b = c + a · log visible and each row over its sum."""
-    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
-    log_visible = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
-    learned = getattr(module, "sigmoid_bias", None)
-    b = getattr(module.config, "sigmoid_bias", "log_visible")
-    if learned is not None:
-        constant, slope = (p.double().view(-1, 1, 1) for p in learned.parameters())
-        b = constant + slope * log_visible
-    elif b == "log_visible":
-        b = -log_visible
-    weights = torch.sigmoid(query.double() @ key.mT * scaling + b) * seen
-    if learned is not None:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
-    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("formula", formula)
-AttentionMaskInterface.register("formula", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
 
 
 def model_of(kind="llama", implementation=None, *, auto=None, spread=0.0, **more):
@@ -107,20 +80,11 @@ def replaced(model):
     return [name for name, m in model.named_modules() if isinstance(m, Configured)]
 
 
-def with_formula(model):
-    """Return a copy of a model with sigmoid attention, which computes the formula instead."""
-    other = copy.deepcopy(model)
-    other.set_attn_implementation("formula")
-    return other
-
-
 def inputs_of(kind="llama"):
     """Return inputs whose second sample is padded, on the side that the model has."""
     torch.manual_seed(1)
     ids, mask = torch.randint(3, 47, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    if kind == "whisper":
-        return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": ids}
     if kind == "clip":
         return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
     if kind == "gemma3":

@@ -1,4 +1,4 @@
-"""attn_implementation="sigmoid" in small random models of transformers, against the formula in the same models."""
+"""attn_implementation="sigmoid" in small random models of transformers. (Outputs: test_transformers_sweep.py.)"""
 
 import pickle
 import random
@@ -23,56 +23,41 @@ from tests.integrations.small_models import (  # noqa: E402
     inputs_of,
     model_of,
     sigmoid_model,
-    with_formula,
     with_random_biases,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
-@pytest.mark.parametrize(("kind", "bias"), [("whisper", -2.5), ("gemma3_text", "learned")])
-def test_outputs_and_gradients_are_the_formula_s(kind, bias):
-    """With gradient checkpointing too; the check leaves the mode of each layer as it is."""
-    ours, inputs = sigmoid_model(kind, bias), inputs_of(kind)
-    theirs = with_formula(ours)
-    outputs = [model(**inputs)[0] for model in (ours, theirs)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-    for out in outputs:
-        out.square().mean().backward()
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert all(p.grad.abs().sum() > 0 for n, p in ours.named_parameters() if "sigmoid_bias" in n)
-    expected = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
-    if kind in DECODERS:  # the others have dropout
-        ours.zero_grad()
-        ours.gradient_checkpointing_enable()
-        ours.train()(**inputs, use_cache=False)[0].square().mean().backward()
-        for name, p in ours.named_parameters():
-            torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
-    next(ours.train().children()).eval()
-    modes = [m.training for m in ours.modules()]
-    assert sigmoid.check(ours, **inputs) >= 2
-    assert [m.training for m in ours.modules()] == modes
+def test_gradient_checkpointing_keeps_the_gradients_and_the_check_keeps_the_mode_of_each_layer():
+    model, inputs = sigmoid_model("gemma3_text", "learned"), inputs_of("gemma3_text")
+    model(**inputs)[0].square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model.train()(**inputs, use_cache=False)[0].square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
+    next(model.children()).eval()
+    modes = [m.training for m in model.modules()]
+    assert sigmoid.check(model, **inputs) == 2
+    assert [m.training for m in model.modules()] == modes
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "bart"])
-def test_generation_is_the_formula_s(kind):
-    """Dynamic, static and no cache and beams, with windows and padding; caches of decoder and encoder.
+def test_generation_with_a_cache_is_that_without(kind):
+    """Dynamic and static, and beams, with windows and padding; caches of decoder and encoder.
 
     A server passes ``tokenizer`` to each call, which reaches the layers.
     """
-    ours, inputs = sigmoid_model(kind, "learned"), inputs_of(kind)
-    theirs, common = with_formula(ours), {"max_new_tokens": 8, "do_sample": False}
-    expected = theirs.generate(**inputs, **common, use_cache=False)
-    static = [{"cache_implementation": "static"}] if kind in DECODERS else []
-    for how in ({}, {"use_cache": False}, *static):
-        assert torch.equal(ours.generate(**inputs, **common, **how, tokenizer=object()), expected), how
-    beams = {**common, "num_beams": 3}
-    assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
+    model, inputs, common = sigmoid_model(kind, "learned"), inputs_of(kind), {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**inputs, **common, use_cache=False)
+    for how in ({}, *([{"cache_implementation": "static"}] if kind in DECODERS else [])):
+        assert torch.equal(model.generate(**inputs, **common, **how, tokenizer=object()), expected), how
+    beams = {**inputs, **common, "num_beams": 3}
+    assert torch.equal(model.generate(**beams), model.generate(**beams, use_cache=False))
     if kind in DECODERS:
-        alone = ours.generate(inputs["input_ids"][1:, 3:], **common)[0]
+        alone = model.generate(inputs["input_ids"][1:, 3:], **common)[0]
         assert torch.equal(alone, expected[1, 3:][: len(alone)])
 
 

@@ -28,9 +28,10 @@ SAMPLE = (
     "siglip",  # nn.MultiheadAttention
     "splinter",  # supports no SDPA, and has a wrong is_causal
     "squeezebert",  # a module multiplies its weights
+    "whisper",  # cross-attention
 )
-# others, such as Gemma 2 and Whisper, are in tests/conversion/test_transformers.py and test_transformers.py
-CONVERTED = "bloom", "gpt_oss", "siglip", "whisper"
+# others, such as Gemma 3, are in tests/conversion/test_transformers.py and test_transformers.py
+CONVERTED = "bloom", "gemma3_text", "gpt_oss", "siglip", "whisper"
 ALL = os.environ.get("SIGATTN_SWEEP") == "all"
 CHOSEN = tiny_transformers.architectures() if ALL else SAMPLE
 
@@ -50,7 +51,7 @@ def test_exact_or_refused(architecture):
 
 @pytest.mark.parametrize("architecture", tiny_transformers.architectures() if ALL else CONVERTED)
 def test_converted_or_refused(architecture):
-    """Exact with a learned bias in each layer, and kept when saved; or refused and unchanged."""
+    """Exact with a learned bias in each layer, with gradients, and kept when saved; or refused and unchanged."""
     result = sweep_transformers.judge_conversion(architecture)
     assert result.status not in ("wrong", "failed"), result
     if not ALL:

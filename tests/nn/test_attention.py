@@ -225,21 +225,6 @@ def test_no_query_gives_no_output():
     assert sigmoid_layer(length_power=0.5)(torch.randn(2, 0, 8)).shape == (2, 0, 8)
 
 
-def test_what_a_cache_refuses():
-    layer, x = sigmoid_layer(), torch.randn(1, 3, 8)
-    with pytest.raises(RuntimeError, match="no gradient"):
-        layer(x, cache=nn.KVCache(4))
-    with torch.no_grad():
-        cache = nn.KVCache(4)
-        layer(x, cache=cache)
-        with pytest.raises(ValueError, match="the cache has 4 positions and holds 3: 3 more do not fit"):
-            layer(x, cache=cache)
-        with pytest.raises(ValueError, match="a batch of 1, got a batch of 2"):
-            layer(torch.randn(2, 1, 8), cache=cache)
-        with pytest.raises(ValueError, match="a cache needs causal=True"):
-            sigmoid_layer(causal=False)(x, cache=nn.KVCache(4))
-
-
 def test_causal_by_default_in_self_attention_only():
     x, source = torch.randn(2, 3, 8), torch.randn(2, 7, 8)
     assert sigmoid_layer().causal

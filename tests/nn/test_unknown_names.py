@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from sigattn import convert
+from sigattn import convert, nn
 
 CASES = {
     'Attention(8, 2, activation="relu3", attention_bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
@@ -41,6 +41,14 @@ CASES = {
     'recommend("language", sequence_length="4096")': "recommend: sequence_length must be an integer, got '4096'",
     'recommend("language", sequence_length=True)': "recommend: sequence_length must be an integer, got True",
     'recommend("language", small="no")': "recommend: small must be True or False, got 'no'",
+    "m(torch.tensor([[3, 256]]))": "at least 0 and below vocab_size=256, got 3 … 256",
+    "m(torch.tensor([[3, -1]]))": "at least 0 and below vocab_size=256, got -1 … 3",
+    "m(torch.zeros(1, 257).long())": "257 tokens do not fit in a context of 256",
+    "m.loss(torch.arange(5)[None], torch.arange(4)[None])": "loss: targets must be (batch, length) = (1, 5)",
+    "m(torch.ones(1, 4).long(), cache=m.new_kv_cache(), documents=one)": "causal self-attention of whole rows",
+    "m.generate(torch.ones(1, 0).long(), 1)": "generate needs prompts of at least one token",
+    "m.generate(torch.ones(1, 1).long(), 1, stop_tokens=[256])": "of the vocabulary, 0 … 255, got 256",
+    "TrainConfig(seed=2**32)": "seed must be below 2^32, got 4294967296",
     "m(torch.arange(5))": "LanguageModel: tokens must be (batch, length); got tokens (5,) int64 on cpu",
     "m(torch.rand(1, 5))": "LanguageModel: tokens must be a tensor of integers, got (1, 5) float32 on cpu",
     "m.generate(['abc'], 5)": "generate: prompts[0] must be a tensor of integers, got str",
@@ -88,6 +96,11 @@ CASES = {
     "Cape(8, max_local_shift=0.6)": "max_scale at least 1",
     "Cape(8, max_scale=0.5)": "max_scale at least 1",
     "ImageCape(8, 2, 2, max_scale=0.5)": "max_scale at least 1",
+    "attention(causal=False)(torch.zeros(1, 3, 8), cache=KVCache(4))": "a cache needs causal=True",
+    "attention()(torch.zeros(1, 3, 8), cache=KVCache(4))": "no gradient",
+    "frozen(torch.zeros(1, 3, 8), cache=holds_three)": "the cache has 4 positions and holds 3: 3 more do not fit",
+    "frozen(torch.zeros(2, 1, 8), cache=holds_three)": "a batch of 1, got a batch of 2",
+    "by_sample(torch.zeros(1, 4, 8), documents=one)": "SampleLengthBias differs between rows",
     "across(torch.zeros(2, 3, 9), torch.zeros(2, 3, 5))": "x must be (batch, length, 8), got (2, 3, 9)",
     "across(torch.zeros(3, 8))": "x must be (batch, length, 8), got (3, 8)",
     "across(torch.zeros(2, 3, 8))": "kv_input must be (batch, length, 5), got (2, 3, 8)",
@@ -114,20 +127,26 @@ MODULES = ("nn.attention", "nn.bias", "nn.bias_rules", "nn.block", "nn.cape", "n
 
 @pytest.fixture(scope="module")
 def names():
-    found = {"torch": torch, "convert": convert}
+    found = {"torch": torch, "convert": convert, "KVCache": nn.KVCache}
     for module in MODULES:
         found.update(vars(importlib.import_module(f"sigattn.{module}")))
 
     def attention(**options):
         return found["Attention"](8, 2, **{"activation": "softmax", "attention_bias": None, **options})
 
-    model = found["LanguageModel"](found["LanguageModelConfig"](num_layers=1))
-    return found | {"attention": attention, "across": attention(kv_embed_dim=5), "a": attention(), "m": model}
+    frozen, holds_three = attention().requires_grad_(False), nn.KVCache(4)
+    frozen(torch.zeros(1, 3, 8), cache=holds_three)
+    return found | {
+        "attention": attention, "across": attention(kv_embed_dim=5), "a": attention(), "frozen": frozen,
+        "by_sample": attention(activation="sigmoid", attention_bias=nn.SampleLengthBias()),
+        "m": found["LanguageModel"](found["LanguageModelConfig"](num_layers=1)), "holds_three": holds_three,
+        "one": nn.Documents.from_end_token(torch.ones(1, 4).long(), 0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CASES)
 @pytest.mark.usefixtures("unchecked")
 def test_the_message_names_what_there_is(call, names):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)) as error:
         eval(call, dict(names))
     assert CASES[call] in str(error.value)
