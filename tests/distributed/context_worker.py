@@ -54,38 +54,30 @@ def check(mesh, case):
     options = {name: case[name] for name in ("is_causal", "scale", "window", "softcap", "normalize")}
     options |= {"enable_gqa": True, "key_lengths": torch.tensor([n, n // 2]) if case["lengths"] else None}
     tensors = {"query": q, "key": k, "value": v, "bias": bias, "alibi_slopes": slopes}
-    sharded = {"query", "key", "value", *(["bias"] if case["bias"] == "query" else [])}
+    options |= {name: t for name, t in tensors.items() if not isinstance(t, torch.Tensor)}
+    tensors = {name: t for name, t in tensors.items() if name not in options}
+    sharded = {"output", "query", "key", "value", *(["bias"] if case["bias"] == "query" else [])}
 
-    def leaves(wide, shard):
-        return {
-            name: t
-            if not isinstance(t, torch.Tensor)
-            else (sharding.shard(t, rank, 2) if shard and name in sharded else t).to(wide).clone().requires_grad_()
-            for name, t in tensors.items()
-        }
+    def local(name, t):
+        return sharding.shard(t, rank, 2) if name in sharded else t
 
-    whole, local = leaves(torch.float64, shard=False), leaves(dtype, shard=True)
+    whole = {name: t.double().clone().requires_grad_() for name, t in tensors.items()}
+    mine = {name: local(name, t).clone().requires_grad_() for name, t in tensors.items()}
     expected = sigmoid_attention(**whole, backend="reference", **options)
     expected.backward(grad.double())
-    out = context_parallel_attention(**local, mesh=mesh, length=n, balanced=case["balanced"], **options)
-    out.backward(sharding.shard(grad, rank, 2))
+    out = context_parallel_attention(**mine, mesh=mesh, length=n, balanced=case["balanced"], **options)
+    out.backward(local("output", grad))
     tolerance = {torch.float64: 1e-10, torch.bfloat16: 5e-2}[dtype]
-
-    def same(ours, theirs, is_sharded, what):
-        assert ours.dtype == dtype, (what, ours.dtype)
-        ours = ours.double()
-        if is_sharded:
-            theirs = sharding.shard(theirs, rank, 2)
-        else:
+    results = {"output": (out, expected)} | {name: (t.grad, whole[name].grad) for name, t in mine.items()}
+    for name, (ours, theirs) in results.items():
+        assert ours.dtype == dtype, (name, ours.dtype)
+        ours = ours.detach().double()
+        if name not in sharded:
             dist.all_reduce(ours)
+        what = f"{name} {case}: "
         torch.testing.assert_close(
-            ours, theirs, rtol=tolerance, atol=tolerance * 3, msg=lambda m: f"{what} {case}: {m}"
+            ours, local(name, theirs), rtol=tolerance, atol=tolerance * 3, msg=lambda m, what=what: what + m
         )
-
-    same(out.detach(), expected.detach(), True, "output")
-    for name, t in local.items():
-        if isinstance(t, torch.Tensor):
-            same(t.grad, whole[name].grad, name in sharded, name)
 
 
 def attention(mesh):
@@ -113,10 +105,9 @@ def models(mesh):
             part = model(share.shard(tokens))
             gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
         torch.testing.assert_close(part, share.shard(whole), rtol=1e-5, atol=1e-6)
-        for (name, _), ours, theirs in zip(model.named_parameters(), gradients, expected, strict=True):
-            total = ours.clone()
-            dist.all_reduce(total)
-            torch.testing.assert_close(total, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(model(tokens), whole)
     with (
         context_parallel(model, share),
