@@ -60,6 +60,12 @@ def negated(t):
     return torch._neg_view(-t)
 
 
+def mask_of(kind, numbers):
+    """Return numbers as a mask that hides some entries, "bool" or by "-inf", or none ("float")."""
+    kinds = {"bool": numbers > -0.5, "-inf": numbers.masked_fill(numbers < -0.5, -torch.inf), "float": numbers}
+    return kinds[kind]
+
+
 def spread(integers):
     """Return integers of an even sum as they are, others in another order in memory, or with gaps."""
     if integers.sum() % 2 == 0:
@@ -107,10 +113,7 @@ class Case:
             given["bias"] = randn(*self.bias, dtype=other) - 1
         if self.mask is not None:
             kind, shape = self.mask
-            mask = randn(*shape, dtype=other)
-            if kind == "-inf":
-                mask = mask.masked_fill(mask < -0.5, -torch.inf)
-            given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+            given["attn_mask"] = mask_of(kind, randn(*shape, dtype=other))
         if self.slopes:
             shapes = {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}
             given["alibi_slopes"] = randn(*shapes[self.slopes], dtype=other).abs() / 8
@@ -192,12 +195,7 @@ class Draws(random.Random):
     def mask(self, shape, dtype):
         """Return no mask, a bool mask or one that is added, without or with -inf."""
         kind = self.some(None, None, "bool", "float", "-inf")
-        if kind is None:
-            return None
-        mask = torch.randn(shape, dtype=dtype)
-        if kind == "-inf":
-            mask = mask.masked_fill(mask < -0.5, -torch.inf)
-        return mask > -0.5 if kind == "bool" else mask
+        return None if kind is None else mask_of(kind, torch.randn(shape, dtype=dtype))
 
 
 def random_case(number, interpreted=False):
