@@ -43,13 +43,7 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
 
 import torch  # noqa: E402
 
-# A wheel of torchvision for CUDA, kept apart from a PyTorch for CPUs, next to which it fails to declare two operators
-# (Makefile). The tests need its transforms, and timm, which imports them; neither calls the operators.
-if (_torchvision := Path(__file__).parent.parent / ".venv" / "torchvision").is_dir():
-    sys.path.append(str(_torchvision))
-    _library = torch.library.Library("torchvision", "FRAGMENT")
-    for _name in ("nms", "qnms"):
-        _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from tests import torchvision_apart  # noqa: E402, F401
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads

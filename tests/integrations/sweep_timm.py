@@ -1,10 +1,10 @@
-"""Every model name of the installed timm: the conversion is exact, or refuses by name.
+"""Every model name of the installed timm and torchvision: the conversion is exact, or refuses by name.
 
     python -m tests.integrations.sweep_timm [MODEL ...] [--write]
 
 Each name is built without memory for its weights, and searched for softmax in the code of its layers. Names with the
 same model class and the same kinds of attention make a group; the smallest model of each group is built, converted with
-and without an example, and compared with the formula in timm's own layers.
+and without an example, and compared with the formula in its own layers.
 """
 
 import argparse
@@ -14,10 +14,14 @@ import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from tests import torchvision_apart  # noqa: F401
+
+import timm  # isort: skip
+import torchvision  # isort: skip
 
 from sigattn.conversion.modules import find_softmax
 from tests.conversion.layers import SoftmaxOperators, replace
@@ -34,11 +38,30 @@ SMALLER: dict[str, dict[str, Any]] = {
     "naflexvit_base_patch16_parfac_gap": {"depth": 2, "size": (3, 64, 64)},
     "naflexvit_base_patch16_siglip": {"depth": 2, "size": (3, 64, 64)},
     "qwen3_vit_88m": {"depth": 2, "size": (3, 128, 128)},
+    "torchvision/mvit_v2_s": {"size": (3, 16, 224, 224)},
+    "torchvision/swin3d_t": {"size": (3, 8, 64, 64)},
     "sam2_hiera_tiny": {"size": (3, 224, 224)},
     "samvit_base_patch16_224": {"depth": 2},
     "vit_pe_core_tiny_patch16_384": {"depth": 2},
     "vit_pe_spatial_tiny_patch16_512": {"depth": 2},
 }
+
+
+def create(name: str, **options) -> torch.nn.Module:
+    """Return a model of timm, or of torchvision, whose names have "torchvision/" before them here."""
+    if name.startswith("torchvision/"):
+        return torchvision.models.get_model(name.removeprefix("torchvision/"), weights=None, **options)
+    return timm.create_model(name, **options)
+
+
+def names() -> list[str]:
+    """Return the names of timm, and those of torchvision that classify images and videos."""
+    modules = (torchvision.models, torchvision.models.video)
+    theirs = [f"torchvision/{name}" for module in modules for name in torchvision.models.list_models(module)]
+    return timm.list_models() + theirs
+
+
+LIBRARY = f"timm {timm.__version__} and torchvision {torchvision.__version__.partition('+')[0]}"
 
 
 class Outcome(NamedTuple):
@@ -91,8 +114,8 @@ def outcome(name: str, size: tuple[int, int, int] | None = None, **options) -> O
         AssertionError: if the model differs from the formula, or computes a softmax that the report does not list.
     """
     torch.manual_seed(0)
-    plain = timm.create_model(name, **options).eval()
-    x = torch.randn(1, *(size or plain.default_cfg["input_size"]))
+    plain = create(name, **options).eval()
+    x = torch.randn(1, *(size or getattr(plain, "default_cfg", {"input_size": (3, 224, 224)})["input_size"]))
     for by_example in (False, True):
         model = copy.deepcopy(plain)
         try:
@@ -148,7 +171,7 @@ Group = tuple[str, tuple[tuple[str, str], ...]]
 def group(name: str) -> tuple[Group, int]:
     """Return a model's class with its attention layers' classes and calls, and its number of parameters."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = create(name)
     kinds = {(type(f.module).__name__, f.call) for f in find_softmax(model)}
     return (type(model).__name__, tuple(sorted(kinds))), sum(p.numel() for p in model.parameters())
 
@@ -181,11 +204,11 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
-    for members in groups(arguments.models or timm.list_models()).values():
+    for members in groups(arguments.models or names()).values():
         rows.append(row(members))
         print(rows[-1], flush=True)
     if arguments.write:
-        compatibility_page.write("timm", f"timm {timm.__version__}", rows)
+        compatibility_page.write("timm", LIBRARY, rows)
     sys.exit(any(r["status"] == "wrong" for r in rows))
 
 

@@ -4,6 +4,8 @@ transformers accepts a registered implementation for every model, even if layers
 and only logs a warning in ``set_attn_implementation``. Here the choice raises and names the layers.
 """
 
+from __future__ import annotations
+
 import contextvars
 import copy
 import functools
