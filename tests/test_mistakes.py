@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.cli.runs import read_run, write_run
+from sigattn.cli.runs import write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.tokens import load_packed
 from sigattn.models import saving
@@ -128,6 +127,8 @@ def test_export_overwrites_nothing(run, tmp_path, capsys):
         ("run.json", "not JSON", "run.json is no JSON"),
         ("run.json", "[" * 100_000, "run.json is no JSON"),
         ("run.json", None, "it holds no run.json"),
+        ("run.json", {"data": "other.bin"}, "run.json has changed since it was written"),
+        ("SHA256SUMS", None, "has no SHA256SUMS: the file was deleted, or another version"),
         ("run.json", {"recipe": "nosuch"}, "no recipe is called 'nosuch'"),
         ("run.json", {"recipe": 5}, "run.json has a wrong value for recipe: '5'"),
         ("run.json", {"training": {"betas": [0.9, 0.95], "max_steps": 0}}, "max_steps must be at least 1, got 0"),
@@ -165,27 +166,6 @@ def test_folders_without_a_run_are_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     message = "holds a model of transformers (model_type 'llama'), which sigattn's commands do not read: load it in "
     mistake(["convert", tmp_path], DATA, f"{message}Python with transformers; sigattn.convert converts it", capsys)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_every_flipped_bit_of_a_run_is_reported_or_harmless(run):
-    recipe, weights = read_run(run), saving.load(run / "model").state_dict()
-    chance, harmless = random.Random(0), 0
-    for file in (run / "run.json", run / "SHA256SUMS", *sorted((run / "model").iterdir())):
-        content = file.read_bytes()
-        for position in chance.sample(range(len(content)), 8):
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << chance.randrange(8)
-            file.write_bytes(flipped)
-            try:
-                same, loaded = read_run(run), saving.load(run / "model").state_dict()
-            except (DataError, saving.ModelError):
-                continue
-            harmless += 1
-            assert same == recipe
-            assert all(torch.equal(loaded[name], value) for name, value in weights.items()), (file, position)
-        file.write_bytes(content)
-    assert harmless < 3
 
 
 @pytest.mark.parametrize(

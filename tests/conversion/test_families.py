@@ -1,4 +1,4 @@
-"""Conversion of every family of models, which are restored and saved. (The fit: test_fit.py.)"""
+"""Conversion of every family of models, which are restored and saved."""
 
 import contextlib
 import copy

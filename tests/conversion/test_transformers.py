@@ -1,4 +1,4 @@
-"""Conversion of transformers' models: losses, models within others, and refusals. (The fit: test_fit.py.)"""
+"""Conversion of transformers' models: losses, models within others, and refusals."""
 
 import runpy
 import sys
