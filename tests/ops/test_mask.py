@@ -193,17 +193,22 @@ def lists_of_blocks():
     return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(30, 40)), dense
 
 
-SAMPLES, HEADS = make("each sample its own", 64, 64, 32), make("each head its own", 64, 64, 32)
 OTHER_CALLS = {
-    "one query for all samples": (SAMPLES, lambda q, k, v, mask: sigmoid_attention(q[:1], k, v, mask)),
-    "one query for all heads": (HEADS, lambda q, k, v, mask: sigmoid_attention(q[:, :1], k, v, mask)),
+    "one query for all samples": (
+        make("each sample its own", 64, 64, 32),
+        lambda q, k, v, mask: sigmoid_attention(q[:1], k, v, mask),
+    ),
+    "one query for all heads": (
+        make("each head its own", 64, 64, 32),
+        lambda q, k, v, mask: sigmoid_attention(q[:, :1], k, v, mask),
+    ),
     "lists of blocks": (lists_of_blocks(), sigmoid_attention),
     "flash_attn_func": (
         make("documents", 64, 96, 32),
         lambda q, k, v, mask: flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask),
     ),
     "gradient mapped by torch.func": (
-        SAMPLES,
+        make("each sample its own", 32, 32, 16),
         lambda q, k, v, mask: torch.vmap(torch.func.grad(lambda q: sigmoid_attention(q, k, v, mask).square().sum()))(
             torch.stack([q, 2 * q])
         ),
