@@ -122,7 +122,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"sigattn {sigattn.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"]])
+@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["train"], ["demo", "--max-steps", "many"]])
 def test_invalid_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

@@ -152,22 +152,6 @@ def test_a_folder_of_images_is_probed_once(tmp_path, monkeypatch):
     assert seen == [(i, label) for i in range(130) for label in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "expected"),
-    [
-        ("train asr-ls960 --help", 0, "--tiny --softmax --model.layer-drop --model.position --task.alphabet --data"),
-        ("train vit-mae --tiny --softmax --help", 0, "--model.encoder.embed-dim --training.decay-every"),
-        ("train", 2, "vit-supervised"),
-    ],
-)
-def test_help_shows_every_setting(command, code, expected, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(command.split())
-    assert stop.value.code == code
-    printed = capsys.readouterr().out
-    assert [flag for flag in expected.split() if flag not in printed] == []
-
-
 def test_recipes_are_printed(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

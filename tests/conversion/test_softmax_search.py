@@ -411,17 +411,6 @@ def test_every_way_to_run_a_layer(run, example):
                 replace(model, example)
 
 
-@pytest.mark.parametrize("run", ["new pool", "old pool", "thread"])
-def test_convert_fits_layers_that_run_in_threads(run):
-    threaded = Around(RUNS[run], Fused())
-    alone = Around(lambda layer, x: layer(x), Fused())
-    alone.load_state_dict(threaded.state_dict())
-    batches = list(torch.randn(4, 2, 5, 8))
-    reports = [convert(model, batches) for model in (alone, threaded)]
-    assert reports[0].layers == reports[1].layers
-    torch.testing.assert_close(threaded(batches[0]), alone(batches[0]))
-
-
 class Sometimes(Fused):
     def forward(self, x, skip=True):
         return x if skip else super().forward(x)

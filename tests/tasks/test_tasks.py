@@ -44,10 +44,11 @@ def test_language_modelling(ignored):
     assert task.loss(model, (tokens, torch.full_like(targets, ignored))).item() == 0
 
 
-def test_documents_are_independent():
+@pytest.mark.parametrize("position", ["rope", "sincos", "alibi"])
+def test_documents_are_independent(position):
     """The loss of a packed row equals that of its documents one by one; end tokens predict nothing."""
     task = LanguageModelling(end_token=0)
-    model = task.build(LANGUAGE)
+    model = task.build(replace(LANGUAGE, position=position))
     tokens = torch.tensor([[3, 1, 4, 0, 5, 2, 6, 0, 5]])
     targets = torch.tensor([[1, 4, 0, 5, 2, 6, 0, 5, 3]])
     nats = 0.0
