@@ -17,10 +17,24 @@ from sigattn.data.tokens import load_packed
 from sigattn.models import saving
 from sigattn.recipes import find_recipe
 from sigattn.train import loop
-from tests.test_cli import contents, failure
 
 TINY = "train lm-1b-2k --tiny --training.max-steps 1 --training.batch-size 2 --model.max-seq-len 16"
 USAGE, DATA = 2, 1
+
+
+def failure(arguments, capsys, main=cli.main):
+    """Exit code and what was said; it must be one line."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert said.err.count("\n") == 1, said.err
+    return stop.value.code, said.err
+
+
+def contents(folder):
+    """Return the bytes of every file."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -138,6 +152,11 @@ def test_export_overwrites_nothing(run, tmp_path, capsys):
         ("model/config.json", '{"model": "nosuch", "config": {}}', "'nosuch'"),
         ("model/config.json", {"config": {"embed_dim": 0}}, "embed_dim must be at least 1, got 0"),
         ("model/config.json", {"config": {}}, "config.json has changed since it was written"),
+        (
+            "model/config.json",
+            {"config": {"gate": 1}},
+            "has no gate: these settings were written by another",
+        ),
         ("model/model.safetensors", "no tensors at all", "model.safetensors has changed since it was written"),
         ("model/model.safetensors", None, "No such file"),
         ("model/SHA256SUMS", None, "model has no SHA256SUMS: the file was deleted, or another version"),

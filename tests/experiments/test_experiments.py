@@ -31,7 +31,7 @@ from sigattn.train import checkpoint, loop
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
-# the code of speech-bias, vision-ablations and norm-structure with other variants, which test_run_files.py builds
+# the code of speech-bias, vision-ablations and norm-structure with other variants, which test_commands.py builds
 SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post", "layerscale-free", "relaxations"}
 SAME_CODE |= {"speech-structure", "norm-structure-4k", "lm-stability", "length-power"}
 FROM_CHECKPOINTS = ("attention-evolution", "attention-maps")  # of the same trainings

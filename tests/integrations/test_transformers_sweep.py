@@ -30,7 +30,7 @@ SAMPLE = (
     "squeezebert",  # a module multiplies its weights
     "whisper",  # cross-attention
 )
-# others, such as Gemma 3, are in tests/conversion/test_transformers.py and test_transformers.py
+# others, such as Gemma 3, are in test_transformers.py
 CONVERTED = "bloom", "gemma3_text", "gpt_oss", "siglip", "whisper"
 ALL = os.environ.get("SIGATTN_SWEEP") == "all"
 CHOSEN = tiny_transformers.architectures() if ALL else SAMPLE

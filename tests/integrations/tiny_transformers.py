@@ -355,7 +355,7 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
     side = side if isinstance(side, int) else (side[-1] if isinstance(side, (list, tuple)) else 32)
     channels = getattr(vision, "num_channels", 3)
     frames = getattr(vision, "num_frames", 4)
-    mel = getattr(config, "num_mel_bins", 16)
+    mel, longest = getattr(config, "num_mel_bins", 16), getattr(config, "max_length", 64)
     grid = next((name for name in accepted if name.startswith(("grid_thw", "image_grid"))), None)
     if grid and "input_ids" not in accepted:
         patch, time = getattr(config, "patch_size", 8), getattr(config, "temporal_patch_size", 1)
@@ -363,12 +363,8 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
         channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3)
         first = next(name for name in accepted if name not in ("self", grid))
         sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
-        for shape in (
-            (48, channels * time * patch * patch),
-            (48, channels, patch, patch),
-            (48, channels * 2 * patch * patch),
-            (48, 2 * patch, 2 * patch, channels),
-        ):
+        flat = [(48, channels * frames * patch * patch) for frames in (time, 2)]
+        for shape in (flat[0], (48, channels, patch, patch), flat[1], (48, 2 * patch, 2 * patch, channels)):
             yield {first: torch.randn(shape, generator=generator), grid: sizes}
     if "spatial_shapes" in accepted:  # patches of several images
         patches = channels * getattr(vision, "patch_size", 8) ** 2
@@ -385,32 +381,20 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
         "audio_mel": [(BATCH, 128, getattr(config, "input_feat_size", mel))],
         "latents": [(BATCH, getattr(config, "hidden_size", WIDTH), LENGTH)],
         "pixel_values": [
-            (BATCH, channels, side, side),
-            (BATCH, frames, channels, side, side),
-            (BATCH, 1, side, side),
+            (BATCH, channels, side, side), (BATCH, frames, channels, side, side), (BATCH, 1, side, side),
             (BATCH, 2, channels, side, side),
             *([(BATCH, 16, channels * 8 * 8)] if "pixel_position_ids" in accepted else []),
             *([(1, channels, 8, 8 * 32)] if "target_sizes" in accepted else []),
         ],
         "pixel_values_videos": [(BATCH, frames, channels, side, side)],
-        "input_values": [
-            (BATCH, 1, 1280),
-            (BATCH, 1280),
-            (BATCH, 1, 7680),
-            (BATCH, getattr(config, "max_length", 64), mel),
-        ],
+        "input_values": [(BATCH, 1, 1280), (BATCH, 1280), (BATCH, 1, 7680), (BATCH, longest, mel)],
         "input_features": [
-            (BATCH, mel, 128),
-            (BATCH, mel, 200),
-            (BATCH, 128, mel),
-            (BATCH, 1, 128, mel),
-            (BATCH, 40, 160),
-            (BATCH, 40, 4 * mel),
-            (BATCH, 40, 7 * mel),
+            (BATCH, mel, 128), (BATCH, mel, 200), (BATCH, 128, mel), (BATCH, 1, 128, mel), (BATCH, 40, 160),
+            (BATCH, 40, 4 * mel), (BATCH, 40, 7 * mel),
         ],
         "inputs": [(BATCH, LENGTH, getattr(config, "d_model", WIDTH))],
         "past_values": [(BATCH, getattr(config, "context_length", 32) or 32, 1), (BATCH, 32), (BATCH, 11)],
-    }
+    }  # fmt: skip
     for name, candidates in shapes.items():
         if name in accepted:
             for shape in candidates:

@@ -30,7 +30,7 @@ from sigattn.train.loop import Interrupted, NonFiniteLossError, StopRequest
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from sigattn.validation import SettingsError
-from tests.test_cli import contents
+from tests.test_mistakes import contents
 
 MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)
 TRAIN = TrainConfig(max_steps=6, batch_size=4, warmup_steps=1, validate_every=3, checkpoint_every=2, seed=3)
