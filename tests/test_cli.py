@@ -24,7 +24,7 @@ from sigattn.models import LanguageModel, LanguageModelConfig, ViT, ViTConfig, l
 from sigattn.recipes import RECIPES, Recipe, find_recipe
 from sigattn.tasks import LanguageModelling
 from sigattn.train import metrics
-from tests.integrations.tasks import write_task
+from tests.integrations.tasks import tokenizer_of_words, write_task
 from tests.test_mistakes import DATA, USAGE, contents, failure, mistake
 
 SMALL = [
@@ -189,10 +189,7 @@ def check_ecosystem(folder, run, capsys, monkeypatch):
 def test_options_reach_the_generation_and_no_special_tokens_are_added_to_a_prompt(tmp_path, monkeypatch):
     """Such as the end of text that T5's tokenizer adds, after which nothing is to be continued."""
     evaluate = importlib.import_module("sigattn.cli.evaluate")
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "cat": 1, "the": 2}, "the"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
+    tokenizer = tokenizer_of_words("</s>")
     model, calls = types.SimpleNamespace(), []
     model.generate = lambda rows, count, **options: calls.append((rows[0].tolist(), count, options)) or rows
     monkeypatch.setattr(evaluate, "load_language_model", lambda _: (model, tokenizer, None))

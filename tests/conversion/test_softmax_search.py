@@ -88,10 +88,6 @@ def eager(q, k, v):
     return F.softmax(scores(q, k), -1) @ v
 
 
-def eager_further_away(q, k, v):
-    return eager(q, k, v)
-
-
 @torch.jit.ignore
 @functools.wraps(eager)
 def decorated(q, k, v):
@@ -137,13 +133,7 @@ class Processor:
         return fused(q, k, v)
 
 
-class EagerProcessor:
-    def __call__(self, q, k, v):
-        return eager(q, k, v)
-
-
 helper = Helper()
-KINDS = {"eager": eager, "fused": None}
 SERVED = {
     "function": Fused,
     "default": mixer(lambda self, q, k, v, function=F.scaled_dot_product_attention: function(q, k, v)),
@@ -215,11 +205,7 @@ WRITTEN = {
     "modules only": mixer(lambda self, q, k, v: self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v),
                           softmax=lambda: nn.Softmax(-1), product=Product),  # as SqueezeBERT
     "new module": mixer(lambda self, q, k, v: nn.Softmax(-1)(scores(q, k)) @ v),
-    "further away": mixer(lambda self, q, k, v: eager_further_away(q, k, v)),
     "decorated": mixer(lambda self, q, k, v: decorated(q, k, v)),
-    "in a table": mixer(lambda self, q, k, v: KINDS["eager"](q, k, v)),
-    "object": mixer(lambda self, q, k, v: self.processor(q, k, v), processor=EagerProcessor),
-    "lambda": mixer(lambda self, q, k, v: self.stored(q, k, v), stored=lambda: lambda *qkv: eager(*qkv)),
     "compiled": mixer(lambda self, q, k, v: self.stored(q, k, v),
                       stored=lambda: torch.compile(eager, backend="eager")),
     "averaged": mixer(lambda self, q, k, v: scores(q, k).softmax(-1).mean(1, keepdim=True).cumsum(1) @ v),

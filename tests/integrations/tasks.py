@@ -1,8 +1,10 @@
-"""A task of lm-evaluation-harness that needs no network."""
+"""A task of lm-evaluation-harness that needs no network, and a tokenizer."""
 
 import functools
 import importlib
 import json
+
+import pytest
 
 TASK = """
 task: toy_local
@@ -27,3 +29,12 @@ def write_task(folder, rows, monkeypatch):
     harness = importlib.import_module("sigattn.integrations.lm_eval")
     monkeypatch.setattr(harness, "TaskManager", functools.partial(harness.TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def tokenizer_of_words(end):
+    """Return a tokenizer of an end token, which it adds to a text, "cat" and "the"."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({end: 0, "cat": 1, "the": 2}, "the"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, 0)])
+    return tokenizer

@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from sigattn.integrations import lm_eval as harness  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
-from tests.integrations.tasks import write_task  # noqa: E402
+from tests.integrations.tasks import tokenizer_of_words, write_task  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,10 +85,7 @@ def test_generation(lm, model):
 @pytest.mark.parametrize("end", [None, 0])
 def test_only_an_end_token_stops_the_generation(end, model, monkeypatch):
     """Token 0 is else one like the others."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"!": 0, "cat": 1, "the": 2}, "the"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A !", special_tokens=[("!", 0)])
+    tokenizer = tokenizer_of_words("!")
     lm = harness.SigattnLM(model, tokenizer, end_token=end)
     assert lm.tok_encode("the cat") == [2, 1]  # without the token that the tokenizer adds
     assert lm.tok_encode("cat!!") == tokenizer.encode("cat!!", add_special_tokens=False).ids

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.models.saving import MODELS, build, load, save
+from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.transformer import recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
@@ -246,7 +246,9 @@ class TestSaving:
         )
 
     def test_what_cannot_be_saved(self, tmp_path):
-        """Nor loaded: tests/test_mistakes.py."""
+        """Nor loaded: also tests/test_mistakes.py."""
+        with pytest.raises(ModelError, match="FileNotFoundError"):
+            load(tmp_path)
         (tmp_path / "file").touch()
         with pytest.raises(TypeError, match="got Linear"):
             save(torch.nn.Linear(1, 1), tmp_path)
