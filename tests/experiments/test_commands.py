@@ -76,17 +76,17 @@ def test_mistakes_are_reported_before_the_work(code, arguments, message, capsys,
 
 @pytest.mark.usefixtures("in_this_process", "unchecked")
 def test_comparison_is_done_once_for_its_settings(tmp_path, capsys):
-    quick = ComparisonConfig(folder=tmp_path, seeds=1, steps=2, workers=1, only="SimCLR")
+    quick = ComparisonConfig(folder=tmp_path, seeds=1, steps=1, workers=1, only="SimCLR")
     table = compare.compare_activations(quick, print)
     assert "2 of 2" in capsys.readouterr().out
     assert "| digits, SimCLR and linear probe: top-1 |" in table
-    assert "1 seeds, 2 steps. Data: scikit-learn's handwritten digits (" in table
+    assert "1 seeds, 1 steps. Data: scikit-learn's handwritten digits (" in table
     assert compare.compare_activations(quick, print) == table
     assert capsys.readouterr().out == ""
-    compare.compare_activations(replace(quick, steps=3), print)
+    compare.compare_activations(replace(quick, steps=2), print)
     assert "2 of 2" in capsys.readouterr().out
-    assert [row["steps"] for row in json.loads((tmp_path / "results.json").read_text())] == [3, 3]
-    table = compare.compare_activations(replace(quick, steps=3, normalize=True), print)
+    assert [row["steps"] for row in json.loads((tmp_path / "results.json").read_text())] == [2, 2]
+    table = compare.compare_activations(replace(quick, steps=2, normalize=True), print)
     assert "1 of 1" in capsys.readouterr().out  # softmax is trained already
     assert table.startswith("|   | softmax | normalized | normalized - softmax |")
     assert len(json.loads((tmp_path / "normalize.json").read_text())) == 2

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sigattn import convert
 from sigattn.nn import VisibleKeysBias
+from tests.conversion.layers import Attend
 from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
 
 ROW, COL = torch.arange(N)[:, None], torch.arange(N)
@@ -30,21 +31,6 @@ def weights_by_formula(q, k, seen, added, bias, normalize):
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) if normalize else weights
 
 
-class Attend(nn.Module):
-    """Self-attention by PyTorch's function, with whatever that takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(E, 3 * E)
-
-    def heads(self, x):
-        return self.qkv(x).unflatten(-1, (3, H, E // H)).permute(2, 0, 3, 1, 4)
-
-    def forward(self, x, queries=N, **options):
-        q, k, v = self.heads(x)
-        return F.scaled_dot_product_attention(q[:, :, :queries], k, v, **options)
-
-
 def added(seen, value):
     return torch.zeros(seen.shape).double().masked_fill(~seen, value)
 
@@ -58,8 +44,8 @@ POSITIONS = torch.linspace(-70, 70, H * N * N).view(1, H, N, N).double()
 CALLS = {  # the options of a call, the keys that its queries see, and what is added to the logits
     "plain": ({}, EVERY),
     "causal": ({"is_causal": True}, COL <= ROW),
-    "fewer queries": ({"queries": 4}, EVERY[:, :, :4]),
-    "fewer queries, causal": ({"queries": 4, "is_causal": True}, ROW[:4] >= COL),
+    "fewer queries": ({}, EVERY[:, :, :4]),
+    "fewer queries, causal": ({"is_causal": True}, ROW[:4] >= COL),
     "bool": ({"attn_mask": VISIBLE}, VISIBLE),
     "2-D": ({"attn_mask": VISIBLE[0, 0]}, VISIBLE[:1]),
     "heads": ({"attn_mask": OF_HEADS}, OF_HEADS),
@@ -75,11 +61,14 @@ CALLS = {  # the options of a call, the keys that its queries see, and what is a
 def test_layers_that_call_pytorchs_function(name, normalize):
     layer = Attend().double()
     convert(layer, bias=BIASES[name](), normalize=normalize)
-    q, k, v = layer.heads(X)
+    q, k, v = layer.heads(X, X)
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
     bias = layer.sigmoid_bias if name in ("visible", "fitted") else BIASES[name]()
     for call, (options, seen, *more) in CALLS.items():
-        weights = weights_by_formula(q[:, :, : options.get("queries", N)], k, seen, *(more or [0.0]), bias, normalize)
-        torch.testing.assert_close(layer(X, **options), weights @ v, msg=lambda m, c=call: f"{c}: {m}")
+        queries = seen.shape[-2]
+        weights = weights_by_formula(q[:, :, :queries], k, seen, *(more or [0.0]), bias, normalize)
+        expected = (weights @ v).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(layer(X[:, :queries], X, **options), expected, msg=lambda m, c=call: f"{c}: {m}")
 
 
 OPTIONS = [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True}, {"add_zero_attn": True},
@@ -153,7 +142,7 @@ def test_multihead_attention(options, name, normalize):
 def test_what_is_refused():
     class Single(Attend):
         def forward(self, x):
-            return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
 
     layer = Single().double()
     convert(layer, bias=linear_bias())
