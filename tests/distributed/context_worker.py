@@ -30,6 +30,7 @@ CASES = [
     {"lengths": True, "n": 33, "is_causal": True},
     {"normalize": True, "is_causal": True, "n": 37, "heads": (4, 1), "bias": "head", "alibi": True},
     {"normalize": True, "lengths": True, "n": 33, "bias": -200.0, "window": (5, 3)},
+    {"normalize": True, "lengths": True, "n": 9},
     {"dtype": torch.bfloat16, "is_causal": True, "n": 64, "heads": (4, 2)},
 ]
 

@@ -29,28 +29,24 @@ def converted(module):
     return model
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        Heads(sigmoid_attention, normalize=True, bias=-2.0),
-        converted(Heads()),
-        converted(nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)),
-        nn.Sequential(Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=True)),
-    ],
-    ids=["operator", "converted layer", "converted encoder", "Attention"],
-)
-def test_symbolic_trace(module):
-    module = copy.deepcopy(module).eval()
+MODULES = {
+    "operator": Heads(sigmoid_attention, normalize=True, bias=-2.0),
+    "converted layer": converted(Heads()),
+    "converted encoder": converted(nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)),
+    "Attention": nn.Sequential(Attention(16, 2, activation="sigmoid", attention_bias=-2.0, causal=True)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_symbolic_trace(name):
+    module = copy.deepcopy(MODULES[name]).eval()
     traced = fx.symbolic_trace(module)
     for length in (5, 9):
         x = torch.randn(2, length, 16)
         torch.testing.assert_close(traced(x), module(x))
 
 
-@pytest.mark.parametrize("kind", ["converted layer", "Attention"])
-def test_a_layer_alone_is_refused(kind):
-    layer = (
-        Attention(16, 2, activation="sigmoid", attention_bias=-2.0) if kind == "Attention" else converted(Heads())[1]
-    )
+@pytest.mark.parametrize("layer", [MODULES["converted layer"][1], MODULES["Attention"][0]], ids=type)
+def test_a_layer_alone_is_refused(layer):
     with pytest.raises(TypeError, match=r"is one node for torch\.fx: trace a module that contains it"):
         fx.symbolic_trace(layer)

@@ -161,8 +161,7 @@ def test_a_bias_for_each_head_and_sections_of_heads(simulated, monkeypatch, cach
 
 
 @pytest.mark.parametrize(
-    ("size", "causal", "dtype"),
-    [((200, 330), True, torch.bfloat16), ((130, 70), False, torch.float16)],
+    ("size", "causal", "dtype"), [((200, 330), True, torch.bfloat16), ((130, 70), False, torch.float16)]
 )
 def test_normalize(simulated, monkeypatch, size, causal, dtype):
     """Also in rows whose sum underflows, in the head whose bias is -90 (or -90 in all of them, in float16)."""
