@@ -15,21 +15,9 @@ from sigattn import convert, restore
 from sigattn.models import LanguageModel, saving
 from sigattn.nn import BatchLengthBias, ContextLengthBias, LearnableBias
 from tests.conversion import layers
-from tests.conversion.layers import (
-    SDPA,
-    TOKENS,
-    Attend,
-    EagerAttention,
-    Net,
-    Plain,
-    Written,
-    X,
-    converted,
-    language,
-    replace,
-)
+from tests.conversion.layers import TOKENS, Attend, EagerAttention, Net, Written, converted, language, replace
 
-X = X[0]
+X = layers.X[0]
 
 
 class Locked(Attend):
@@ -124,7 +112,7 @@ class TestLayersThatCallTheFunction:
 
     @pytest.mark.parametrize("normalize", [True, False])
     def test_the_rule_of_nested_sequences_is_that_of_each(self, normalize):
-        model = nn.Sequential(Plain())
+        model = nn.Sequential(layers.Plain())
         convert(model, normalize=normalize)
         sequences = [torch.randn(n, 2, 8) for n in (3, 5)]
         nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
@@ -244,7 +232,7 @@ def test_the_report_lists_what_becomes_of_each_softmax():
     for arguments in ({"batches": [X, X]}, {"example": (X,)}, {"example": {"x": X}}):
         report = convert(Net(Attend()), **arguments)
         assert [(s.name, s.outcome) for s in report.softmax] == [("", "not attention"), ("layers.0", "converted")]
-    assert report.softmax[1] == converted("layers.0", "Attend", SDPA)
+    assert report.softmax[1] == converted("layers.0", "Attend", layers.SDPA)
 
 
 # -- softmax that is written out ---------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from sigattn.integrations import lm_eval as harness  # noqa: E402
-from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 from tests.integrations.tasks import tokenizer_of_words, write_task  # noqa: E402
+from tests.models.test_language import model_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -23,11 +23,7 @@ def requests(*arguments):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4)).eval()
-    with torch.no_grad():
-        model.embedding.weight.mul_(5)
-    return model
+    return model_of({}, {"max_seq_len": 32, "num_layers": 2, "embed_dim": 32, "num_heads": 4})
 
 
 @pytest.fixture(scope="module")

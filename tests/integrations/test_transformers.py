@@ -27,16 +27,9 @@ from sigattn.nn.bias import LearnableBias  # noqa: E402
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 from tests.conversion.layers import refused  # noqa: E402
 from tests.conversion.test_fit import of_transformers  # noqa: E402
+from tests.integrations import small_models  # noqa: E402
 from tests.integrations import tiny_transformers as tiny  # noqa: E402
-from tests.integrations.small_models import (  # noqa: E402
-    DECODERS,
-    TEXT,
-    inputs_of,
-    model_of,
-    replaced,
-    sigmoid_model,
-    with_random_biases,
-)
+from tests.integrations.small_models import DECODERS, TEXT, inputs_of, model_of, replaced, sigmoid_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -304,7 +297,7 @@ def test_biases_that_cannot_be_saved_are_refused():
     model._tied_weights_keys = {r"model.layers.1.self_attn.\w+": r"model.layers.0.self_attn.\w+"}
     model.config.tie_word_embeddings = True
     with pytest.raises(ValueError, match="share their weights"):
-        with_random_biases(model)
+        small_models.with_random_biases(model)
     assert unchanged(model)
 
 

@@ -1,5 +1,6 @@
 """Our language model among transformers' own."""
 
+import functools
 import json
 import logging
 
@@ -18,6 +19,7 @@ from sigattn.models import saving  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 from sigattn.nn.documents import Documents  # noqa: E402
 from sigattn.recipes import find_recipe  # noqa: E402
+from tests.models.test_language import model_of as language_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"vocab_size": 30, "max_seq_len": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
@@ -26,14 +28,7 @@ MODELS = [
     {"position": "alibi", "attention_bias": "log_alibi"},
     {"position": "sincos", "tie_embeddings": False, "attention_bias": "log_visible"},
 ]
-
-
-def model_of(settings):
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).eval()
-    with torch.no_grad():
-        model.embedding.weight.mul_(5)
-    return model
+model_of = functools.partial(language_model, sizes=SMALL)
 
 
 @pytest.mark.parametrize("settings", MODELS, ids=str)

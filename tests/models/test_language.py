@@ -21,9 +21,9 @@ MODELS = [
 ]
 
 
-def model_of(settings, **more):
+def model_of(settings, sizes=SMALL, **more):
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(**SMALL, **settings, **more))
+    model = LanguageModel(LanguageModelConfig(**sizes, **settings, **more))
     with torch.no_grad():  # decided about its next token
         model.embedding.weight.mul_(5)
     return model.eval()

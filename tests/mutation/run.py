@@ -29,17 +29,15 @@ ROOT = Path(__file__).parent.parent.parent
 OPERATOR = Path("src/sigattn/ops")
 # Left out: interpreted kernels, and tests that take seconds and compute what cheaper ones compute as well.
 SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
-# Tests by a file's name, with its folder's where the name alone is ambiguous, or by its folder's; in ``tests/ops``
-# unless a folder is given; the most likely to fail first. All tests would take minutes for each survivor.
+# Tests by a file's name, with its folder's where the name alone is ambiguous, or by its folder's, or else test_NAME; in
+# ``tests/ops`` unless a folder is given; the most likely to fail first. All tests would take minutes for each survivor.
 LIKELY = {
     "attention": "test_correctness test_wrong_calls test_scalars test_borders test_pytorch",
     "autograd": "test_autograd test_pytorch test_onnx",
     "block_mask": "test_mask test_wrong_calls",
     "blocked": "test_correctness test_masked_weights test_borders",
-    "broadcasting": "test_broadcasting",
     "checkpoint": "tests/train/test_loop.py tests/train/test_checkpoint_files.py tests/train",
     "custom_ops": "test_pytorch test_llvm test_correctness tests/export/test_fx.py",
-    "dropout": "test_dropout",
     "conversion/fit": "tests/conversion/test_fit.py",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py test_wrong_calls",
@@ -65,7 +63,7 @@ LIKELY = {
 def tests_of(module: Path) -> list[str]:
     """Return the files and folders of tests that a mutant of a file has to pass, in their order."""
     keys = f"{module.parent.name}/{module.stem}", module.stem, module.parent.name
-    names = next(LIKELY[key] for key in keys if key in LIKELY)
+    names = next((LIKELY[key] for key in keys if key in LIKELY), f"test_{module.stem}")
     return [name if "/" in name else f"tests/ops/{name}.py" for name in names.split()]
 
 
