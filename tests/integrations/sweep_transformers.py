@@ -16,6 +16,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 import tempfile
 import warnings
@@ -89,8 +90,8 @@ class EagerSigmoid(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is nn.functional.multi_head_attention_forward:
-            with self:  # PyTorch calls the softmax where weights are wanted
-                return func(*args, **{**kwargs, "need_weights": True})[0], None
+            with self:
+                return _multi_head_attention(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention and _softmax_layer(self.kinds) is not None:
             with self:
                 return _written_sdpa(*args, **kwargs)
@@ -111,6 +112,29 @@ class EagerSigmoid(TorchFunctionMode):
         # the weights of a row sum to 1, however low they are, or to 0 where nothing is visible
         weights = torch.softmax(log_weights, -1).nan_to_num(0.0) if self.normalize else log_weights.exp()
         return weights.to(kwargs.get("dtype") or logits.dtype)
+
+
+def _multi_head_attention(*args, **kwargs):
+    """Compute ``F.multi_head_attention_forward`` of (N, B, E) as a formula; ``EagerSigmoid`` replaces the softmax."""
+    call = inspect.signature(nn.functional.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    heads = call["num_heads"]
+    apart = call.get("use_separate_proj_weight", False)
+    weights = [call[f"{n}_proj_weight"] for n in "qkv"] if apart else call["in_proj_weight"].chunk(3)
+    inputs = call["query"], call["key"], call["value"]
+    q, k, v = (  # (B, H, N, D)
+        nn.functional.linear(x, w, b).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        for x, w, b in zip(inputs, weights, call["in_proj_bias"].chunk(3), strict=True)
+    )
+    mask, padding = call.get("attn_mask"), call.get("key_padding_mask")
+    if mask is not None:
+        mask = (~mask if mask.dtype is torch.bool else mask).view(-1, heads, *mask.shape[-2:])
+    if padding is not None:
+        hidden = (padding if padding.dtype is torch.bool else padding < -90)[:, None, None]
+        mask = (
+            ~hidden if mask is None else mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, -1e9)
+        )
+    out = _written_sdpa(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
+    return nn.functional.linear(out, call["out_proj_weight"], call["out_proj_bias"]), None
 
 
 def _written_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
