@@ -56,9 +56,10 @@ def create(name: str, **options) -> torch.nn.Module:
 
 def names() -> list[str]:
     """Return the names of timm, and those of torchvision that classify images and videos."""
+    # RegNets, which are convolutional, cannot be built without memory
     modules = (torchvision.models, torchvision.models.video)
-    theirs = [f"torchvision/{name}" for module in modules for name in torchvision.models.list_models(module)]
-    return timm.list_models() + theirs
+    theirs = [name for module in modules for name in torchvision.models.list_models(module, exclude="regnet*")]
+    return timm.list_models() + [f"torchvision/{name}" for name in theirs]
 
 
 LIBRARY = f"timm {timm.__version__} and torchvision {torchvision.__version__.partition('+')[0]}"
