@@ -197,28 +197,33 @@ def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def _figure(data: Sequence[Row], by_run: dict[tuple[str, int], dict[str, Any]]) -> Any:
     """Draw the losses over the steps of each family, then the fit of each, and maps of the first."""
+    from matplotlib.ticker import LogLocator  # here: half a second, as in ``axes_grid``
+
     families = list(dict.fromkeys(row["family"] for row in data))
-    figure, axes = drawing.axes_grid(4, math.ceil(len(families) / 4) + 1, width=3.4, height=3.0)
+    figure, axes = drawing.axes_grid(3, math.ceil((len(families) + 5) / 3), width=3.4, height=3.0)
     colours = drawing.variant_colours(STARTS)
     for axis, family in zip(axes, families, strict=False):
         for start, colour in colours.items():
             steps = sorted({row["steps"] for row in data if row["family"] == family})
             losses = [select(data, "loss", family=family, start=start, steps=s) for s in steps]
+            over = {"linestyle": "--", "zorder": 3} if start == SOFTMAX else {}  # the others may lie on it
             if any(losses):
-                drawing.plot_band(axis, steps, losses, start, colour)
+                drawing.plot_band(axis, steps, losses, start, colour, **over)
         axis.set(title=family, xlabel="further steps", ylabel="held-out loss", yscale="log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelleft=False)
     free = axes[len(families) : -4]
     for axis in free:
         axis.set_axis_off()
-    handles, labels = axes[0].get_legend_handles_labels()
-    drawing.band_legend(free[0] if free else axes[0], handles=handles, labels=labels)
+    drawing.band_legend(free[0], handles=axes[0].get_legend_handles_labels()[0], loc="center")
     for position, family in enumerate(families):
         layers = [layer for run in by_run if run[0] == family for layer in by_run[run]["layers"]]
         errors = [layer["error"] for layer in layers]
         axes[-4].plot([position] * len(errors), errors, "o", ms=3, color=colours[FITTED])
         values = [r2 for layer in layers for r2 in layer["r2"] if r2 is not None and not math.isnan(r2)]
         axes[-3].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
-    axes[-4].set(title="error of each layer's output", ylabel="relative error", yscale="log")
+    axes[-4].set(title="output of each layer", ylabel="relative error", yscale="log")
     axes[-3].set(title="fit of each head", ylabel="R² of -log Σ exp")
     for axis in axes[-4:-2]:
         axis.set_xticks(range(len(families)), families, rotation=45, ha="right")
@@ -227,7 +232,7 @@ def _figure(data: Sequence[Row], by_run: dict[tuple[str, int], dict[str, Any]]) 
     for axis, weights, title in zip(axes[-2:], maps, ("softmax", "converted"), strict=True):
         axis.imshow(torch.tensor(weights).clamp(min=1e-3).log10().tolist(), vmin=-3, vmax=0, cmap="viridis")
         axis.grid(visible=False)
-        axis.set(title=f"{first}, last layer: {title}", xlabel="key", ylabel="query")
+        axis.set(title=f"{first}: {title}", xlabel="key of the last layer", ylabel="query")
     return figure
 
 
