@@ -81,7 +81,7 @@ test-integrations: test-integrations-minimum test-integrations-newest
 
 # In one thread each, so that make -j2 runs both side by side. A package that is not in the layer has the version of
 # .venv, with which make test has tested it.
-OF_TRANSFORMERS := transformers transformers_saving transformers_model transformers_written imports peft
+OF_TRANSFORMERS := transformers transformers_saving transformers_model peft
 
 test-integrations-%: .venv-integrations-%/installed
 	files=$$(cd .venv-integrations-$*/lib/python*/site-packages && \
@@ -90,7 +90,7 @@ test-integrations-%: .venv-integrations-%/installed
 	        test ! -d $${name%%:*} || echo tests/$${name#*:}.py; \
 	    done) && test -z "$$files" || \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src .venv-integrations-$*/bin/python -m pytest --durations=5 \
-	    -k "not (trainer or compiled or whisper or t5 or (test_loaded_by_name and position) or \
+	    -k "not (trainer or compiled or whisper or t5 or the_example or (test_loaded_by_name and position) or \
 	    weight_decay) and not (test_timm and not vision_transformers) and not (test_transformers_saving and not \
 	    (TestLearnedBiases or kept or (TestCompositeModels and not own_implementation))) and \
 	    not (test_llvm and not (match_the_formula and avx2 or logits_of_any_size))" $$files

@@ -1,9 +1,9 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and those of other processors; share.md from results/share-zen1.json; microtiles.md from
-results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
-results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+these and those of other processors; share.md from results/share-zen1.json; memory.md from results/cpu-memory.json;
+microtiles.md from results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and
+error.md from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
@@ -205,6 +205,20 @@ def share_table(run: Row) -> str:
     return f"{table(head, lines)}\n{provenance(run)}.\n"
 
 
+def memory_table(report: Row) -> str:
+    """Return a table of the peak memory of one head, forward / both passes, beyond inputs and outputs."""
+    rows = [row for row in report["memory"] if row["heads"] == 1]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    cases = list(dict.fromkeys((row["dtype"], row["causal"]) for row in rows))
+    lines = [[name] for name in names]
+    for line in lines:
+        for dtype, mask in cases:
+            (row,) = select(rows, implementation=line[0], dtype=dtype, causal=mask)
+            line.append(f"{row['forward_mib']:.0f} / {row['extra_mib']:.0f}")
+    head = ["MiB, forward / both passes", *(f"{dtype}, {mask}" for dtype, mask in cases)]
+    return f"{table(head, lines)}\nn = {rows[0]['n']:,}. {provenance(report)}.\n"
+
+
 def steps_table(report: Row) -> str:
     """Return a table of the time of a step: softmax's over sigmoid's, and that of the quadratic bias over it."""
     config = report["configuration"]
@@ -291,6 +305,7 @@ def write(folder: Path) -> None:
     (folder / "speed.md").write_text(speed_table(speed[0]))
     (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
     (folder / "share.md").write_text(share_table(json.loads((RESULTS / "share-zen1.json").read_text())))
+    (folder / "memory.md").write_text(memory_table(json.loads((RESULTS / "cpu-memory.json").read_text())))
     (folder / "microtiles.md").write_text(microtiles_table(json.loads((RESULTS / "microtiles.json").read_text())))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
