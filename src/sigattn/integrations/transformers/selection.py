@@ -277,10 +277,10 @@ def _verify_call(model: PreTrainedModel, _args: Any, kwargs: dict[str, Any]) -> 
     if model.config._attn_implementation != NAME:
         raise ValueError(
             f'{type(model).__name__} with attn_implementation="{NAME}": its {type(model.config).__name__} now says '
-            f'"{model.config._attn_implementation}", which was not chosen by set_attn_implementation of this model. Either '
-            "another model has the same configuration object: call it here with what is meant, and build each from its own "
-            "copy.deepcopy(config). Or the call needs attention weights, as Whisper's timestamps of words do, which are "
-            "never formed"
+            f'"{model.config._attn_implementation}", which was not chosen by set_attn_implementation of this model. '
+            "Either another model has the same configuration object: call it here with what is meant, and build each "
+            "from its own copy.deepcopy(config). Or the call needs attention weights, as Whisper's timestamps of words "
+            "do, which are never formed"
         )
     asked = kwargs.get("output_attentions")
     if getattr(model.config, "output_attentions", False) if asked is None else asked:
