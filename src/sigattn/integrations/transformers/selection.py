@@ -96,7 +96,7 @@ def _set_attn_implementation(
     try:
         with restored(configurations(model)):
             original(model, attn_implementation, *args, **kwargs)
-            _choose_in_layers(model, None)
+            _choose_in_layers(model)
             if chooses:
                 _verify_and_attach(model)
             else:
@@ -159,14 +159,14 @@ def configurations(model: nn.Module) -> list[PretrainedConfig]:
     return list(by_id.values())
 
 
-def _choose_in_layers(module: nn.Module, config: PretrainedConfig | None) -> None:
+def _choose_in_layers(module: nn.Module, config: PretrainedConfig | None = None) -> None:
     """Let the choice of a model reach layers with a configuration of their own, as of the parts of EncoderDecoderModel.
 
     Such a part was built before the whole, which then gave it, but not its layers, another configuration.
     """
-    own = getattr(module, "config", None)
+    own: Any = getattr(module, "config", None)
     if isinstance(module, PreTrainedModel):
-        config = module.config
+        config = own
     elif config is not None and type(own) is type(config):
         choices = (own._attn_implementation, config._attn_implementation)
         if NAME in choices and choices[0] != choices[1]:
