@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks.tables import mask_name
 from experiments.drawing import COLOUR_OF, OTHER_COLOURS, axes_grid
 from experiments.intervals import welch
 
@@ -215,7 +216,7 @@ def memory_table(report: Row) -> str:
         for dtype, mask in cases:
             (row,) = select(rows, implementation=line[0], dtype=dtype, causal=mask)
             line.append(f"{row['forward_mib']:.0f} / {row['extra_mib']:.0f}")
-    head = ["MiB, forward / both passes", *(f"{dtype}, {mask}" for dtype, mask in cases)]
+    head = ["MiB, forward / both passes", *(f"{dtype}, {mask_name(mask)}" for dtype, mask in cases)]
     return f"{table(head, lines)}\nn = {rows[0]['n']:,}. {provenance(report)}.\n"
 
 
