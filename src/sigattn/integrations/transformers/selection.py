@@ -96,7 +96,7 @@ def _set_attn_implementation(
     try:
         with restored(configurations(model)):
             original(model, attn_implementation, *args, **kwargs)
-            _choose_in_layers(model)
+            _choose_in_parts(model)
             if chooses:
                 _verify_and_attach(model)
             else:
@@ -159,20 +159,20 @@ def configurations(model: nn.Module) -> list[PretrainedConfig]:
     return list(by_id.values())
 
 
-def _choose_in_layers(module: nn.Module, config: PretrainedConfig | None = None) -> None:
-    """Let the choice of a model reach layers with a configuration of their own, as of the parts of EncoderDecoderModel.
+def _choose_in_parts(module: nn.Module, config: PretrainedConfig | None = None) -> None:
+    """Let a choice reach parts and layers with another configuration object than the model around them.
 
-    Such a part was built before the whole, which then gave it, but not its layers, another configuration.
+    A part of EncoderDecoderModel was built before the whole, which then gave it, but not its layers, a configuration.
     """
     own: Any = getattr(module, "config", None)
-    if isinstance(module, PreTrainedModel):
-        config = own
-    elif config is not None and type(own) is type(config):
+    if config is not None and type(own) is type(config):
         choices = (own._attn_implementation, config._attn_implementation)
         if NAME in choices and choices[0] != choices[1]:
             own._attn_implementation_internal = config._attn_implementation
+    if isinstance(module, PreTrainedModel):
+        config = own
     for child in module.children():
-        _choose_in_layers(child, config)
+        _choose_in_parts(child, config)
 
 
 def _replace_classes(module: nn.Module, implementation: str | None) -> list[nn.Module]:
