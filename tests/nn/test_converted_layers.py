@@ -148,6 +148,15 @@ def test_what_is_refused():
     convert(layer, bias=linear_bias())
     with pytest.raises(ValueError, match=r"needs plain queries of shape \(B, H, N, D\), got \(2, 9, 16\)"):
         layer(X)
+
+    class HalfOfTheHeads(Attend):  # as tensor parallelism leaves to each process
+        def heads(self, x, y):
+            return tuple(t[:, : t.shape[1] // 2] for t in super().heads(x, y))
+
+    layer = HalfOfTheHeads().double()
+    convert(layer, bias=linear_bias())
+    with pytest.raises(ValueError, match=r"biases of 4 heads, and the query 2 heads.* if tensor parallelism"):
+        layer(X)
     with pytest.raises(ValueError, match="QueryFeatureBias needs lengths, ALiBi or the query, which '' does not give"):
         convert(Attend(), bias=QueryFeatureBias())
     layer = nn.MultiheadAttention(E, H)
