@@ -92,7 +92,7 @@ class CpuBenchmark:
         check_among(("blocked", "llvm"), self, "backends")
         if self.isa is not None:
             check_among(tuple(isa.ISAS), self, "isa")
-        check_not_empty(self, "dtypes")
+        check_not_empty(self, "dtypes", *(() if self.memory else ("lengths",)))
         check_output_file(self.results)
 
 

@@ -211,6 +211,7 @@ def test_what_a_machine_lacks_is_named(name, settings, message, monkeypatch):
     [
         (["cpu", "--isa", "sse"], USAGE, "isa must be one of avx2, avx512, got 'sse'"),
         (["cpu", "--lengths", "0"], USAGE, "lengths must be at least 1, got 0"),
+        (["cpu", "--lengths", "--no-memory"], USAGE, "lengths must name at least one"),
         (["cpu", "--dtypes", "float8"], USAGE, "dtypes must be one of float32, bfloat16, got 'float8'"),
         (["decode", "--num-heads", "3", "--num-kv-heads", "2"], USAGE, "num_heads must be a multiple of num_kv_heads"),
         (["cpu", "--results", "."], USAGE, "name a file to write, got the folder"),

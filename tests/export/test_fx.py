@@ -46,6 +46,18 @@ def test_symbolic_trace(name):
         torch.testing.assert_close(traced(x), module(x))
 
 
+def test_features_of_a_converted_model_of_torchvision():
+    models = pytest.importorskip("torchvision.models")
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    model = models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5).eval()
+    convert(model)
+    name, x, expected = "encoder.layers.encoder_layer_1.mlp", torch.randn(2, 3, 32, 32), []
+    with model.get_submodule(name).register_forward_hook(lambda *call: expected.append(call[2])):
+        model(x)
+    features = extraction.create_feature_extractor(model, {name: "last"})(x)
+    torch.testing.assert_close(features["last"], expected[0])
+
+
 @pytest.mark.parametrize("layer", [MODULES["converted layer"][1], MODULES["Attention"][0]], ids=type)
 def test_a_layer_alone_is_refused(layer):
     with pytest.raises(TypeError, match=r"is one node for torch\.fx: trace a module that contains it"):
