@@ -59,7 +59,7 @@ def disassemble(cubin: bytes) -> tuple[int, list[tuple[str, str]]]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         usage = _output(tools / "cuobjdump", "-res-usage", path)
-        text = _output(tools / "nvdisasm", "-c", path)
+        text = _output(tools / "nvdisasm", "--no-dataflow", "-c", path)
     found = re.search(r"REG:(\d+)", usage)
     assert found, usage
     code = []

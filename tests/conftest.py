@@ -36,7 +36,10 @@ _modules = {".".join(f.relative_to(_src).with_suffix("").parts) for f in _src.rg
 
 assert _modules >= LEFT_OUT, f"no such modules: {LEFT_OUT - _modules}"
 assert "sigattn" not in sys.modules, "sigattn must be imported through the hook"
-if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):  # a GPU machine may lack them
+# Processes that compile kernels (ops/compiled) call what others call, and with checks take 15 seconds longer
+_compiles = os.environ.get("TRITON_INTERPRET") == "0"
+_has_checker = importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype")  # a GPU machine may not
+if _has_checker and not _compiles:
     from jaxtyping import install_import_hook
 
     _hook = install_import_hook(["experiments", "benchmarks", *sorted(_modules - LEFT_OUT)], "beartype.beartype")

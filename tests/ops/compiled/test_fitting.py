@@ -162,7 +162,7 @@ CHOSEN = [  # by the options of a call, and the compile-time options of its kern
     (80, Call(("TF32",), dtype=torch.float32), {"PRECISION": {"bf16x3"}}),
     (90, Call(("TF32", "bool mask"), **WIDE), {"PRECISION": {"bf16x3"}}),
     (90, Call(("dropout",)), {"SIGMOID": {"rcp"}}),
-    (90, Call(("mask",)), {"SIGMOID": {"rcp"}, "TMA": {True}}),
+    (90, Call(("mask",)), {"SIGMOID": {"rcp"}, "TMA": {True}, "WGMMA": {True}}),
     (90, Call(("mask", "causal")), {"SIGMOID": {"paired"}, "TMA": {False}}),
     (90, Call(("softcap",)), {"SOFTCAP": {"absolute"}}),
     (90, Call(("softcap",), dtype=torch.float32), {"SOFTCAP": {"relative"}}),
