@@ -22,6 +22,7 @@ from sigattn.ops.problem import Problem
 
 SMALLEST_SUM = 2.0**-80  # of a row that is not lifted; weights that underflow are less than 2^-46 of it
 LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
+_ROWS = 8192  # of a head whose product dO ∘ O is in memory at a time
 
 
 def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], bool]) -> None:
@@ -66,7 +67,8 @@ def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tup
     if lifts.any():
         problem = _lifted(problem, lifts)
     scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
-    row_terms = (scaled * result.out).sum(-1, keepdim=True)
+    rows = zip(scaled.split(_ROWS, 2), result.out.split(_ROWS, 2), strict=True)
+    row_terms = torch.cat([(d_out * out).sum(-1, keepdim=True) for d_out, out in rows], 2)
     dtype = scaled.dtype if grad_out.dtype is torch.float16 else grad_out.dtype
     return problem, scaled.to(dtype), row_terms
 
