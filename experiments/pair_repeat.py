@@ -30,7 +30,7 @@ def base(setting: Setting) -> Recipe:
         recipe = replace(recipe.with_transformer(num_symbols=5, seq_len=12), task=task)
     if setting.scale == "smoke":
         recipe = recipe.with_transformer(embed_dim=32)
-    return sweep.shortened(recipe, steps, setting.scaled(64, 64, 256), warmup_steps=steps // 20)
+    return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=steps // 20)
 
 
 def measure_accuracy_over_lengths(setting: Setting) -> Result:

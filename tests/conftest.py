@@ -48,6 +48,8 @@ import torch  # noqa: E402
 
 from tests import torchvision_apart  # noqa: E402, F401
 
+# without a GPU, torch.manual_seed takes a millisecond: it formats the stack, for each device that it does not find
+_generators = torch if torch.cuda.is_available() else torch.default_generator
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
 
@@ -117,7 +119,7 @@ def _fresh_state():
     """Seed PyTorch's generator, and forget the warnings given and the launches kept before this test."""
     from sigattn.nn import guide
 
-    torch.manual_seed(0)
+    _generators.manual_seed(0)
     guide._warned.clear()
     if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
         launch_cache.clear()

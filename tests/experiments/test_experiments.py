@@ -12,13 +12,13 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments import cache, dropped_keys, intervals, lr_sensitivity, pages, sigma_accuracy, sweep, workers
@@ -27,6 +27,7 @@ from experiments.experiment import OPTIONS, Experiment, ExperimentError, Result,
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
+from sigattn.recipes import datasets
 from sigattn.train import checkpoint, loop
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
@@ -65,6 +66,7 @@ def whole_folder(tmp_path_factory):
 def without_checkpoints(in_this_process, unchecked, monkeypatch):
     """Train in this process, without checkpoints and with few held-out samples: all take longer than a training."""
     monkeypatch.setattr(checkpoint, "save", lambda folder, *_, **__: folder)
+    monkeypatch.setattr(datasets, "spoken_digits", lru_cache(datasets.spoken_digits))
     validate = loop.Trainer.validate
 
     def validate_one_batch(trainer):
@@ -78,8 +80,8 @@ def without_checkpoints(in_this_process, unchecked, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _figures_are_drawn_once(monkeypatch):
-    """Without the arrangement of their parts, for which Matplotlib draws each figure twice."""
-    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
+    """Without the arrangement of their parts, for which Matplotlib draws each figure four times."""
+    monkeypatch.setattr(Figure, "get_layout_engine", lambda _: None)
 
 
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")

@@ -92,8 +92,9 @@ def spoken_digits(
 
 def _draw_string(speakers: list[list[Utterance]], longest: int, generator: torch.Generator) -> Utterance:
     """Draw a speaker and 1 to ``longest`` of the speaker's digits."""
-    digits = speakers[_draw(len(speakers), generator)]
-    drawn = [digits[_draw(len(digits), generator)] for _ in range(1 + _draw(longest, generator))]
+    (speaker,), (length,) = (_draw(limit, 1, generator) for limit in (len(speakers), longest))
+    digits = speakers[speaker]
+    drawn = [digits[i] for i in _draw(len(digits), 1 + length, generator)]
     return Utterance(
         tuple(piece for digit in drawn for piece in digit.pieces),
         " ".join(digit.text for digit in drawn),
@@ -101,8 +102,8 @@ def _draw_string(speakers: list[list[Utterance]], longest: int, generator: torch
     )
 
 
-def _draw(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(limit, (), generator=generator))
+def _draw(limit: int, count: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(limit, (count,), generator=generator).tolist()
 
 
 def _lines(file: Path) -> list[str]:
