@@ -19,7 +19,6 @@ from typing import ClassVar
 import pytest
 import torch
 from matplotlib.figure import Figure
-from scipy import stats
 
 from experiments import cache, dropped_keys, intervals, lr_sensitivity, pages, sigma_accuracy, sweep, workers
 from experiments.ablation import SPIKES, Ablation, Claim
@@ -122,6 +121,8 @@ def stored_rows(folder):
 class TestStatistics:
     def test_intervals_are_scipy_s(self):
         """Of the difference of means, and of the mean of paired changes."""
+        from scipy import stats  # here: a second, which others need not wait for
+
         for first, second in (
             ([1.0, 2.0, 4.0], [5.0, 5.5, 7.0, 6.0]),
             ([1.0, 1.1], [3.0, 9.0, 2.0]),

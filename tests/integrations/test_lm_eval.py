@@ -1,24 +1,28 @@
 """Our models in lm-evaluation-harness: scores against a plain forward, and a task of our own, without a network."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-lm_eval = pytest.importorskip("lm_eval")
-
-from lm_eval.api.instance import Instance  # noqa: E402
-
-from sigattn.integrations import lm_eval as harness  # noqa: E402
-from tests.integrations.tasks import tokenizer_of_words, write_task  # noqa: E402
-from tests.models.test_language import model_of  # noqa: E402
+from tests.integrations.tasks import tokenizer_of_words, write_task
+from tests.models.test_language import model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def requests(*arguments):
-    return [Instance("loglikelihood", {}, a, i) for i, a in enumerate(arguments)]
+    instance = importlib.import_module("lm_eval.api.instance").Instance
+    return [instance("loglikelihood", {}, a, i) for i, a in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """Return the integration, whose import takes seconds; not all processes that collect the tests run these."""
+    pytest.importorskip("lm_eval")
+    return importlib.import_module("sigattn.integrations.lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def lm(model):
+def lm(harness, model):
     return harness.SigattnLM(model, batch_size=3)
 
 
@@ -79,7 +83,7 @@ def test_generation(lm, model):
 
 
 @pytest.mark.parametrize("end", [None, 0])
-def test_only_an_end_token_stops_the_generation(end, model, monkeypatch):
+def test_only_an_end_token_stops_the_generation(end, harness, model, monkeypatch):
     """Token 0 is else one like the others."""
     tokenizer = tokenizer_of_words("!")
     lm = harness.SigattnLM(model, tokenizer, end_token=end)
@@ -91,7 +95,7 @@ def test_only_an_end_token_stops_the_generation(end, model, monkeypatch):
     assert text.split() == (["cat", "!", "cat"] if end is None else ["cat"])
 
 
-def test_a_local_task(lm, model, tmp_path, monkeypatch):
+def test_a_local_task(lm, harness, model, tmp_path, monkeypatch):
     rows = [{"question": f"{i} and", "choices": [" x", " yy", " z"], "answer": i % 3} for i in range(9)]
     write_task(tmp_path, rows, monkeypatch)
     scores = [[scored(model, row["question"], c)[0] for c in row["choices"]] for row in rows]
@@ -103,7 +107,7 @@ def test_a_local_task(lm, model, tmp_path, monkeypatch):
         harness.evaluate(lm, ["toy_local"], include=tmp_path / "toy.yaml")
 
 
-def test_the_harness_has_the_papers_tasks():
-    folder = Path(lm_eval.__file__).parent / "tasks"
+def test_the_harness_has_the_papers_tasks(harness):
+    folder = Path(importlib.import_module("lm_eval").__file__).parent / "tasks"
     for name in harness.PAPER:
         assert any(re.search(rf"^task: {name}$", f.read_text(), re.M) for f in folder.glob(f"{name[:3]}*/*.yaml")), name
