@@ -146,7 +146,8 @@ def implementations(config: CpuBenchmark, n: int) -> dict[str, Implementation]:
 
 def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict[str, Any]]:
     """Time all implementations on one problem; return a row for each implementation and pass."""
-    baselines.reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
+    if config.compiled:
+        baselines.reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
     shape = (1, config.num_heads, n, config.head_dim)
     inputs = random_inputs(*shape, DTYPES[dtype], torch.device("cpu"), causal=causal, contiguous=True)
     passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}

@@ -81,6 +81,9 @@ def quick(monkeypatch, unchecked):
     monkeypatch.setitem(IMPLEMENTATIONS, OURS, formula)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(timing, "capture_graph", lambda call: call)
+    seconds_per_call = timing._seconds_per_call
+    monkeypatch.setattr(timing, "_seconds_per_call", lambda call, repeats: seconds_per_call(call, 1))
+    monkeypatch.setattr(cpu, "_MATMUL_SIZE", 64)
     monkeypatch.setattr(loop.Trainer, "validate", lambda self: {})  # of 1,000 windows, and no part of the results
     monkeypatch.setattr(subprocesses, "find_failures", lambda _, tasks, **__: {case: {} for case in tasks})
 

@@ -1,6 +1,8 @@
 """torch.onnx.export of the operator, run by onnxruntime at other lengths than traced, against the float64 formula."""
 
+import functools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.export import Dim
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
+
+from torch.onnx._internal.exporter import _registration  # noqa: E402
 
 from sigattn import flash, sigmoid_attention  # noqa: E402
 from tests.ops.cases import operands  # noqa: E402
@@ -20,12 +24,19 @@ pytestmark = [
 B, N, M = Dim("b", max=9), Dim("n", max=99), Dim("m", max=99)
 LENGTHS = ((2, 7, 9), (3, 1, 33), (1, 20, 13))
 CALLS = {
-    "window": {"window": (2, 1), "bias": -2.5, "scale": 0.5, "softcap": 2.0},
     "normalize": {"normalize": True, "is_causal": True},
     "normalize far below 0": {"normalize": True, "attn_mask": "visible", "bias": -200.0},
-    "float mask": {"attn_mask": "additive", "bias": "bias"},
+    "float mask": {"attn_mask": "additive", "bias": "bias", "window": (2, 1), "scale": 0.5, "softcap": 2.0},
     "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_registry():
+    """Collect the translations of PyTorch's operators once, not for every export."""
+    registry = _registration.ONNXRegistry
+    with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
+        yield
 
 
 class Calls(torch.nn.Module):
