@@ -1,7 +1,7 @@
 """Sigmoid weights in the place of a softmax that a layer writes out: a function of its logits with their masks.
 
-A logit of ``MASKED_BELOW`` or less is masked, and its weight exactly 0: masks add -inf, the smallest number, -1e9 or
--1e4. A mask of -100, as in Swin, is a logit like others, as it is for softmax.
+A logit of ``MASKED_BELOW`` or less is masked: masks add -inf, the smallest number, -1e9 or -1e4. A mask of -100, as in
+Swin, is a logit like others, as it is for softmax.
 """
 
 import re
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from sigattn.nn.bias import AttentionBias, VisibleKeysBias
 
 MASKED_BELOW = -1000.0
-_HIDDEN = 1e30  # of -logits: its softmax weight is 0 next to any that is not masked
 _HEADS = re.compile("heads?$")  # ends of the names of attributes: num_heads, n_head, num_attention_heads
 _FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax)
 _DEFAULT = VisibleKeysBias()
@@ -37,20 +36,26 @@ class WrittenSoftmax(NamedTuple):
         return (self.logits.shape[-1] - hidden.sum(-1, keepdim=True)).clamp(min=1).float()
 
     def weights(self, bias: AttentionBias | None, normalize: bool) -> Tensor:
-        """Return σ(logits + b), 0 where masked, divided by the sum of its row with ``normalize``.
+        """Return σ(logits + b), 0 where masked; or with ``normalize`` divided by the sum of its row.
+
+        With ``normalize`` logits of any size are numbers, as for softmax: a row of masked ones has weights, too, which
+        are 0 in a row of -inf only.
 
         A bias of None is -log of the number of visible keys of each row, 6 less with ``normalize``. ValueError is
         raised if the bias has other numbers of heads or queries than the logits.
         """
+        if not self.logits.shape[-1]:  # whose largest element does not exist
+            return self.logits.to(self.dtype)
         wide = torch.promote_types(torch.promote_types(self.logits.dtype, self.dtype), torch.float32)
         logits, hidden = self.logits.to(wide), self.hidden
         b = self._evaluate(bias, normalize, self.num_visible(hidden))
         if not normalize:
             return (logits + b).sigmoid().masked_fill(hidden, 0).to(self.dtype)
-        # log σ(x) = -softplus(-x). A finite number hides keys: in a row of infinite ones NaN would come up on the way
-        negative = (-b - logits).masked_fill_(hidden, _HIDDEN)
+        # log σ(x) = -softplus(-x); the gradient of a softmax of infinite numbers would be NaN
+        is_empty = logits.amax(-1, keepdim=True) == -torch.inf
+        negative = (-b - logits).masked_fill_(is_empty, 0)
         weights = F.softplus(negative, threshold=40).neg_().softmax(-1)
-        return weights.masked_fill(hidden.all(-1, keepdim=True), 0).to(self.dtype)
+        return weights.masked_fill(is_empty, 0).to(self.dtype)
 
     def _evaluate(self, bias: AttentionBias | None, normalize: bool, count: Tensor) -> float | Tensor:
         bias, shape = _DEFAULT if bias is None else bias, self.logits.shape
