@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from sigattn import sigmoid_attention
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention
 from tests.ops.cases import SUPPORTING, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -40,6 +41,40 @@ def test_accurate_at_every_magnitude_and_level(backend, dtype):
             most = scores * 40 * (magnitude if name == "key" else 1.0)
             tensors = ours[i, j], truth[i, j].double(), same[i, j].to(dtype)
             assert_as_good_as_formula(*tensors, most, f"{name}, {magnitude}, {level}")
+
+
+@pytest.mark.parametrize("backend", SUPPORTING)
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9])
+def test_a_finite_mask_of_a_whole_row(backend, value):
+    """It absorbs the logits, so that all keys that have it have the same weight, as in a softmax."""
+    query, key, value_rows = (torch.randn(2, 2, 20, 16, device=device_of(backend)) for _ in range(3))
+    mask = torch.zeros(20, 20, device=query.device)
+    mask[3:], mask[:, 15:] = value, value
+    out = sigmoid_attention(query, key, value_rows, mask, bias=-9.0, normalize=True, backend=backend)
+    expected = F.scaled_dot_product_attention(query, key, value_rows, mask)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", SUPPORTING)
+def test_a_finite_mask_of_a_whole_cache(backend):
+    """Of parts of unequal sizes."""
+    device = device_of(backend)
+    query, (key, value) = torch.randn(1, 1, 1, 16, device=device), torch.randn(2, 1, 200, 1, 16, device=device)
+    mask = torch.full((1, 200), -1e9, device=device)
+    options = {"attn_mask": mask, "bias": -9.0, "normalize": True, "num_splits": 4, "backend": backend}
+    torch.testing.assert_close(
+        sigmoid_kvcache_attention(query, key, value, **options), value.mean(1, keepdim=True), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("backend", SUPPORTING)
+def test_the_weight_of_a_single_key_is_1(backend):
+    """However low its logit is."""
+    device = device_of(backend)
+    query = -(10 ** torch.linspace(3, 30, 200, device=device)).view(1, 1, -1, 1)
+    key, value = torch.ones(2, 1, 1, 1, 1, device=device).unbind()
+    options = {"bias": -9.0, "scale": 1.0, "normalize": True, "backend": backend}
+    torch.testing.assert_close(sigmoid_attention(query, key, value, **options), torch.ones_like(query))
 
 
 @pytest.mark.parametrize("backend", SUPPORTING)

@@ -73,10 +73,9 @@ def sharded_cache_attention(
         return out.to(q.dtype)
     result = KV_CACHE.backends[KV_CACHE.choose(problem, backend)].forward(KV_CACHE.checked(problem), None)
     sums, lifts = result.row_sums.unbind(-1)
-    logs = sums.log() - lifts  # -inf where no key of this process is visible
-    largest = logs.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    shares = torch.exp(logs - largest.nan_to_num(neginf=0.0)).unsqueeze(-1)
+    lift = torch.where(sums == 0, torch.inf, lifts)  # as ``add_parts``
+    dist.all_reduce(lift, dist.ReduceOp.MIN, group=group)
+    shares = torch.where(sums == 0, 0, sums * torch.exp(lift - lifts)).unsqueeze(-1)
     total = torch.cat([result.out * shares, shares], -1)
     dist.all_reduce(total, group=group)
     out, weights = total[..., :-1], total[..., -1:]

@@ -10,7 +10,6 @@ and δ = dO · O:
     dS = W (1 - σ(S)) (dP - δ)        dV = Wᵀ dO
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -48,13 +47,13 @@ def add_parts(parts: Sequence[Result], total: Result) -> None:
         total.out.copy_(outs.sum(0))
         return
     sums, lifts = torch.stack([part.row_sums for part in parts]).unbind(-1)
-    logs = sums.log() - lifts
-    log_total = logs.logsumexp(0)
-    shares = torch.where(logs == -torch.inf, 0, torch.exp(logs - log_total))
+    # with the lift of the part that has the largest logits; next to a lift of 1e9 the logarithm of a sum would be lost
+    lift = torch.where(sums == 0, torch.inf, lifts).amin(0)
+    sums = torch.where(sums == 0, 0, sums * torch.exp(lift - lifts))
+    total_sums = sums.sum(0)
+    shares = torch.where(sums == 0, 0, sums / total_sums)
     total.out.copy_((outs * shares.unsqueeze(-1)).sum(0))
-    is_lifted = (log_total < math.log(SMALLEST_SUM)) & log_total.isfinite()
-    lift = torch.where(is_lifted, LEVEL - log_total, 0)
-    total.row_sums.copy_(torch.stack([torch.exp(log_total + lift), lift], -1))
+    total.row_sums.copy_(torch.stack([total_sums, torch.where(total_sums == 0, 0, lift)], -1))
 
 
 def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tuple[Problem, Tensor, Tensor]:

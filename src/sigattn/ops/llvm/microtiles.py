@@ -93,11 +93,12 @@ class Microtiles(Module):
                     term = b.fma(-slopes_after, after, term)
                 column = b.lane_indices() + c * b.lanes
                 is_visible = (column >= low) & (column <= high)
+                logit = b.fma(score.load_vector(), factor, term)
                 if has_mask:
                     added = (mask_row + c * b.lanes).load_vector()
-                    term = b.fma(b.vector(unit), added, term)
+                    logit = b.fma(b.vector(unit), added, logit)  # last: a lift in the bias must not cancel it before
                     is_visible = is_visible & (added != -math.inf)  # its sum with a logit of inf or NaN is NaN
-                logits.append(b.fma(score.load_vector(), factor, term))
+                logits.append(logit)
                 visible.append(is_visible)
             for score, weight, is_visible in zip(scores, activation(b, logits), visible, strict=True):
                 score.store(weight if sees_all else b.select(is_visible, weight, zero))

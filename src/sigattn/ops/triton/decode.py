@@ -79,7 +79,7 @@ def decode_kernel(
 
     acc = tile.zero_accumulator(BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
     if OPT.NORMALIZE:  # the exponent follows the least z of each row, as the maximum of a softmax
-        row_shift = tl.full((BLOCK_M,), 1e30, tl.float32)
+        row_shift = tl.full((BLOCK_M,), rows.LARGEST_Z, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
     for start_n in tl.range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -105,7 +105,7 @@ def decode_kernel(
             entries = tl.load(m_rows + offs_mask.to(tl.int64)[None, :] * mask.k, mask=masked, other=other)
             if OPT.MASK == "added":
                 entries = entries.to(tl.float32)
-                z_term = z_bias - entries * LOG2E
+                z_term = z_bias - scores.at_least_lowest(entries) * LOG2E
         p = scores.weights(
             logits, scales.z, z_term, slopes, shift, unit, i[:, None], offs_n[None, :], sizes, None, None, None, True,
             OPT, OPT.NORMALIZE,

@@ -24,7 +24,7 @@ def walk_keys(
     BLOCK_M: tl.constexpr = OPT.BLOCK_M  # Triton 3.6 takes no field of a tuple in a shape
     acc = tile.zero_accumulator(BLOCK_M, tile.tile_width(OPT.DV), OPT.WGMMA)
     sums = tl.zeros((BLOCK_M, 4), tl.float32)
-    row_shift = tl.zeros((BLOCK_M,), tl.float32) + (1e30 if LIFTED else shift)
+    row_shift = tl.zeros((BLOCK_M,), tl.float32) + (rows.LARGEST_Z if LIFTED else shift)
     # At an edge of the window, inside, at the other edge; the rare lifted walk is one loop
     for phase in tl.static_range(2 if LIFTED else 0 if OPT.HAS_LEFT else 1, 3):
         for start_n in tl.range(bounds[0] if LIFTED else bounds[phase], bounds[phase + 1], OPT.BLOCK_N):

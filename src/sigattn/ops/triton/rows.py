@@ -5,6 +5,8 @@ import triton.language as tl
 
 from sigattn.ops.triton.activation import LN2, LOG2E, sigmoid
 
+LARGEST_Z = tl.constexpr(3.4e38)  # where a row's lift starts
+
 
 @triton.jit
 def add_to_sums(sums, p):
@@ -22,10 +24,14 @@ def lifted_weights(z, row_shift, least_shift, OPT: tl.constexpr):
     s is about the least z of the row so far, but at least ``least_shift``, so that no row underflows: s · ln 2, the
     lift, is an integer, which float32 has exactly. z: +inf where a key is hidden.
     """
-    least = tl.floor(tl.min(z, 1) * LN2) * LOG2E
+    least = tl.min(z, 1)
+    rounded = tl.floor(least * LN2) * LOG2E
+    # from 2^22 on, as where a mask of -1e9 hides a whole row, z - s would be far from 0 by one rounding
+    least = tl.where(least < 4194304.0, rounded, tl.maximum(rounded, least))
     new_shift = tl.maximum(tl.minimum(row_shift, least), least_shift)
     KIND: tl.constexpr = "exact" if OPT.SIGMOID == "exact" else "accurate"
-    p = sigmoid(z, tl.exp2(-new_shift)[:, None], new_shift[:, None], KIND, True)
+    bounded = tl.maximum(z, (new_shift - 24.0)[:, None], propagate_nan=tl.PropagateNan.ALL)
+    p = sigmoid(bounded, tl.exp2(-new_shift)[:, None], new_shift[:, None], KIND, True)
     return tl.where(z == float("inf"), 0.0, p), new_shift, tl.exp2(new_shift - row_shift)
 
 

@@ -109,6 +109,12 @@ def load_mask(mask, rows, columns, sizes, EDGE: tl.constexpr, OPT: tl.constexpr)
 
 
 @triton.jit
+def at_least_lowest(entries):
+    """Return a mask's entries with a lower bound whose term of z is finite: float32's smallest number has none."""
+    return tl.maximum(entries, -2.3e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def block_state(blocks, b, h, start_m, start_n, OPT: tl.constexpr):
     """Return the entry of the table of mask blocks for a tile, which lies within one block; 1 without blocks."""
     state = 1
@@ -187,7 +193,7 @@ def weights(
         if OPT.MASK == "added":
             entries = entries.to(tl.float32)
             seen = entries != float("-inf")
-            z += entries * PER_NAT
+            z += (at_least_lowest(entries) if ONLY_Z else entries) * PER_NAT
         else:
             seen = entries != 0
     if PAIRED:
