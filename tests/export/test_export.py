@@ -27,7 +27,6 @@ from tests.ops.cases import COMPILER_NOISE
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
     *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE),
-    pytest.mark.filterwarnings("ignore:.*enable_nested_tensor"),
 ]
 
 B, N, M = Dim("b"), Dim("n"), Dim("m")  # without bounds, so that a size that is fixed or compared raises
@@ -209,8 +208,6 @@ def test_caches():
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
-causal_mask = torch_nn.Transformer.generate_square_subsequent_mask
-
 
 def test_layers():
     recording, cross, performer = attention(), attention(causal=False), attention(None, "performer", causal=False)
@@ -271,7 +268,8 @@ def test_multihead_attention():
 
     def causal(x):
         x = x.transpose(0, 1)
-        return rows_first(x, x, x, attn_mask=causal_mask(x.shape[0]), is_causal=True, need_weights=False)[0]
+        mask = torch_nn.Transformer.generate_square_subsequent_mask(x.shape[0])
+        return rows_first(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
 
     assert_exported(
         lambda b, n, m: {
@@ -283,18 +281,6 @@ def test_multihead_attention():
         causal=causal,
         learned_key=lambda x: with_key(x, x, x),
     )  # fmt: skip
-
-
-def test_pytorchs_transformers():
-    options = {"dim_feedforward": 48, "batch_first": True, "dropout": 0.0}
-    encoder = sigmoid(torch_nn.TransformerEncoder(torch_nn.TransformerEncoderLayer(E, H, **options), 1))
-    decoder = sigmoid(torch_nn.TransformerDecoder(torch_nn.TransformerDecoderLayer(E, H, **options), 1))
-    assert_exported(
-        lambda b, n, m: {"x": features(b, n), "y": features(b, m), "hidden": padding(b, n)},
-        {"x": ROWS, "y": KEYS, "hidden": ROWS},
-        encoder=lambda x, hidden: encoder(x, src_key_padding_mask=hidden),
-        decoder=lambda x, y: decoder(x, y, tgt_mask=causal_mask(x.shape[1]), tgt_is_causal=True),
-    )
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -55,15 +55,15 @@ def edges():
     for d, dv in ((0, 7), (4, 0), (0, 0)):
         calls[f"features {d}, {dv}"] = operands(key_heads=2, d=d, dv=dv), {"bias": 0.0, "enable_gqa": True}
     for dtype, n, is_tensor in itertools.product((torch.float32, torch.bfloat16), (5, 40), (False, True)):
-        what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(n, n, 1, 2))
-        for value in (math.inf, -math.inf, 3.4e38, -3.0, -100.3):
-            bias = torch.full((2, 1, 1), value) if is_tensor else value
-            if value == -3.0:  # with alpha = 0 oneDNN ignores beta
-                calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": bias}
-            elif value == -100.3:  # would be rounded to -100.5, which determines the result with a product of 100
-                calls[f"bias -100.3 {what}"] = (q * 0 + 5, k * 0 + 10, v), {"scale": 0.25, "bias": bias}
-            else:  # all weights are 1 or all are 0
-                calls[f"bias {value} {what}"] = (q, k, v), {"bias": bias}
+        what, (q, k, v) = f"{dtype} {n} {is_tensor}", (t.to(dtype) for t in operands(n, n, 1, 3 if is_tensor else 1))
+        # all weights of a head are 1 or all are 0
+        extremes = (math.inf, -math.inf, 3.4e38)
+        extremes = (torch.tensor(extremes).view(3, 1, 1),) if is_tensor else extremes
+        low, lower = (torch.full((3, 1, 1), b) if is_tensor else b for b in (-3.0, -100.3))
+        calls |= {f"extreme bias {i} {what}": ((q, k, v), {"bias": b}) for i, b in enumerate(extremes)}
+        calls[f"scale 0 {what}"] = (q, k, v), {"scale": 0.0, "bias": low}  # with alpha = 0 oneDNN ignores beta
+        # would be rounded to -100.5, which determines the result with a product of 100
+        calls[f"bias -100.3 {what}"] = (q * 0 + 5, k * 0 + 10, v), {"scale": 0.25, "bias": lower}
     q, k, v = operands()
     calls["overflow to +inf"] = (torch.full_like(q, 1e30), torch.full_like(k, 1e30), v), {}
     return calls
