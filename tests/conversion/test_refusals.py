@@ -230,9 +230,11 @@ def test_a_converted_model_is_not_converted_again():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_model_is_named_by_its_type():
+def test_wrong_types():
     with pytest.raises(TypeError, match="convert: model must be a module, got str"):
         convert("bert-base-uncased")
+    with pytest.raises(TypeError, match=r"example must hold arguments of the forward, .* pass \(tensor,\)"):
+        convert(Attend(), example=X[0])
 
 
 def test_offloaded_weights_are_refused():

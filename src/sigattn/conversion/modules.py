@@ -51,8 +51,8 @@ class ModuleAdapter(Adapter):
         self._refuse([f for f in self.staying if f.attention and not self.keeps(f.name)])
         if callable(self.example) and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
-                f"the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
-                "batches that come to it"
+                f"the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass batches that "
+                f"come to it, or, if it may stay, keep={[f.name for f in uncalled]}"
             )
         unconverted = {f.name for f in findings if f not in converted}
         self.library = {name: layer for name, layer in library.items() if name not in unconverted}

@@ -49,6 +49,8 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
     not functions that it calls there outside of a layer (``code_search`` refuses layers whose code starts threads).
     ``example`` has arguments of the forward, or runs the model. Calls of ``skipped`` layers do not count.
     """
+    if isinstance(example, Tensor):
+        raise TypeError("example must hold arguments of the forward, in a sequence or a mapping: pass (tensor,)")
     trace, uncompiled = _Trace(model, skipped), torch.compiler.set_stance("force_eager")
     with evaluation_mode(model), torch.no_grad(), uncompiled, trace.hooks(model), trace.observed():
         if callable(example):
