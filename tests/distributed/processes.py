@@ -10,9 +10,10 @@ from pathlib import Path
 from sigattn.ops import llvm
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ("tests.distributed.worker", "tests.distributed.context_worker", "sklearn.datasets", "torch._dynamo",
-             "torch.distributed.checkpoint.hf_storage", "torch.distributed.checkpoint.state_dict",
-             "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.tensorboard")  # fmt: skip
+PRELOADED = ("tests.distributed.worker", "tests.distributed.context_worker", "sigattn.ops.triton.launch",
+             "sklearn.datasets", "torch._dynamo", "torch.distributed.checkpoint.hf_storage",
+             "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+             "torch.utils.tensorboard")  # fmt: skip
 CONTEXT.set_forkserver_preload(list(PRELOADED))
 TIMEOUT = 300  # seconds
 
