@@ -42,6 +42,8 @@ _has_checker = importlib.util.find_spec("jaxtyping") and importlib.util.find_spe
 if _has_checker and not _compiles:
     from jaxtyping import install_import_hook
 
+    from tests import annotations  # noqa: F401
+
     _hook = install_import_hook(["experiments", "benchmarks", *sorted(_modules - LEFT_OUT)], "beartype.beartype")
 
 import torch  # noqa: E402
