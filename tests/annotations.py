@@ -12,9 +12,10 @@ check_shapes = jaxtyping.jaxtyped
 
 
 def has_shape(annotation):
+    """Return True if jaxtyping's types are within an annotation, or a list of them, as a callable's arguments are."""
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
-    parts = annotation if isinstance(annotation, list) else typing.get_args(annotation)  # a list: a callable's arguments
+    parts = annotation if isinstance(annotation, list) else typing.get_args(annotation)
     return any(map(has_shape, parts))
 
 

@@ -1,10 +1,13 @@
 """Numeric settings of the command line: senseless values are refused by name, all others mean something."""
 
 import dataclasses
+import hashlib
 import inspect
 import math
 import re
 import typing
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,12 @@ from benchmarks.__main__ import BENCHMARKS
 from experiments import __main__ as experiments
 from experiments.compare import ComparisonConfig
 from sigattn.cli import COMMANDS
+from sigattn.files import file_sha256
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.nn import ConvolutionModule, LayerNorm
 from sigattn.recipes import RECIPES
+from sigattn.train.metrics import count_spikes
 from sigattn.validation import SettingsError
 
 EVERY_COMMAND = (*COMMANDS.values(), *BENCHMARKS.values(), *experiments.COMMANDS.values(), experiments.run_experiment)
@@ -143,3 +149,20 @@ def test_help_shows_these_texts(capsys, monkeypatch):
     for name in ("speech", "seeds", "steps", "workers", "only"):
         (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(ComparisonConfig), re.MULTILINE)
         assert text in said
+
+
+CALLS = {
+    "argument": lambda: count_spikes("values", 3.0),
+    "result": lambda: file_sha256(Path(__file__)),
+    "shape of an argument": lambda: ConvolutionModule(4, 3)(torch.randn(2, 4)),
+    "shape of a result": lambda: LayerNorm(4)(torch.randn(2, 4)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_annotations_are_checked(call, monkeypatch):
+    roar, jaxtyping = pytest.importorskip("beartype.roar"), pytest.importorskip("jaxtyping")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: mock.Mock(**{"hexdigest.return_value": 5}))
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *_: x[0])
+    with pytest.raises((roar.BeartypeCallHintViolation, jaxtyping.TypeCheckError)):
+        CALLS[call]()
