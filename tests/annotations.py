@@ -20,15 +20,31 @@ def has_shape(annotation):
 
 
 def jaxtyped(function=None, *, typechecker):
-    """Decorate a function as ``jaxtyping.jaxtyped`` does, but without shapes with beartype's check alone.
+    """Decorate a function as ``jaxtyping.jaxtyped`` does, but at its first call, and with shapes where it has any.
 
-    jaxtyping binds the arguments of each call to their names and checks them twice, which takes a fifth of the time of
+    jaxtyping binds the arguments of each call to their names and checks them twice, which took a fifth of the time of
     all tests.
     """
     if function is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
     if not inspect.isfunction(function):
         return check_shapes(function, typechecker=typechecker)
+    check = None
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        __tracebackhide__ = True
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        nonlocal check
+        check = check or with_check(function, typechecker)
+        return check(*args, **kwargs)
+
+    return checked
+
+
+def with_check(function, typechecker):
+    """Return a function with jaxtyping's check if it has shapes, otherwise with beartype's alone."""
     named = function.__annotations__.items()
     hints = {name: _decorator._destring_annotation(hint, function.__globals__) for name, hint in named}
     if has_shape([*hints.values()]):
@@ -36,14 +52,7 @@ def jaxtyped(function=None, *, typechecker):
     copied = function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copy = types.FunctionType(*copied)
     copy.__kwdefaults__, copy.__qualname__, copy.__annotations__ = function.__kwdefaults__, function.__qualname__, hints
-    check = typechecker(copy)
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        __tracebackhide__ = True
-        return (function if jaxtyping.config.jaxtyping_disable else check)(*args, **kwargs)
-
-    return checked
+    return typechecker(copy)
 
 
 jaxtyping.jaxtyped = _decorator.jaxtyped = jaxtyped
