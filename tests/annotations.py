@@ -6,6 +6,7 @@ import types
 import typing
 
 import jaxtyping
+import torch
 from jaxtyping import _decorator
 
 check_shapes = jaxtyping.jaxtyped
@@ -34,7 +35,7 @@ def jaxtyped(function=None, *, typechecker):
     @functools.wraps(function)
     def checked(*args, **kwargs):
         __tracebackhide__ = True
-        if jaxtyping.config.jaxtyping_disable:
+        if jaxtyping.config.jaxtyping_disable or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         nonlocal check
         check = check or with_check(function, typechecker)
