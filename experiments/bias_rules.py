@@ -48,7 +48,7 @@ def compare_bias_rules(setting: Setting) -> Result:
     """Train all variants with ALiBi and evaluate them at other lengths."""
     context = setting.scaled(32, 128, 2048)
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
-    recipe = sweep.shortened(recipe, setting.steps(4, 1200, 3000), setting.scaled(2, 16, 16))
+    recipe = sweep.shortened(recipe, setting.steps(2, 1200, 3000), setting.scaled(2, 16, 16))
     variants = {name: recipe.with_transformer(**changes) for name, changes in VARIANTS.items()}
     outcomes = sweep.train_variants(setting, variants)
     lengths = [context, 2 * context]

@@ -115,7 +115,7 @@ def train_by_trainer(
 
 def recipe_of(family: str, setting: Setting) -> Recipe:
     """Return the recipe of a family's softmax model."""
-    steps = setting.steps(8, 600, 6000)
+    steps = setting.steps(4, 600, 6000)
     if family == "ViT":
         return sweep.shortened(find_recipe("vit-supervised-tiny").softmax(), steps, setting.scaled(8, 64, 128))
     if family == "speech":

@@ -89,7 +89,7 @@ def measure_dropped_keys(setting: Setting) -> Result:
     """Train both models, and measure errors and bits per byte with dropped keys."""
     context = setting.scaled(32, 256, 2048)
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
-    recipe = sweep.shortened(recipe, setting.steps(4, 400, 3000), setting.scaled(2, 16, 16))
+    recipe = sweep.shortened(recipe, setting.steps(2, 400, 3000), setting.scaled(2, 16, 16))
     outcomes = sweep.train_variants(setting, {"sigmoid": recipe, "softmax": recipe.softmax()})
     text = TextData.from_bytes(load_text(setting.data), context, held_out=setting.scaled(2, 16, 32))
     data: list[dict[str, Any]] = []

@@ -52,7 +52,7 @@ POWERS: dict[str, dict[str, Any]] = {
 def norm_recipe(setting: Setting) -> Recipe:
     """Return a small form of the 1B model."""
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, 256, None))
-    return sweep.shortened(recipe, setting.steps(4, 1200), setting.scaled(2, 4, None))
+    return sweep.shortened(recipe, setting.steps(2, 1200), setting.scaled(2, 4, None))
 
 
 def long_norm_recipe(setting: Setting) -> Recipe:

@@ -35,7 +35,7 @@ def base(setting: Setting, kappa: int) -> Recipe:
     if setting.scale == "paper":
         return recipe
     context, batch_size = setting.scaled((32, 4), (64, 8), None)
-    steps = setting.steps(6, 600)
+    steps = setting.steps(3, 600)
     recipe = recipe.with_transformer(vocab_size=256, max_seq_len=context)
     return sweep.shortened(
         recipe, steps, batch_size, precision="float32", warmup_steps=steps // 16, log_attention_every=0

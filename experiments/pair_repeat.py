@@ -24,7 +24,7 @@ TOLERANCE = 0.05  # of the accuracy, which is 0.5 for a guess
 def base(setting: Setting) -> Recipe:
     """Return the recipe; below the paper's scale with fewer symbols and shorter sequences, which are learned sooner."""
     recipe = synthetic.pair_repeat()
-    steps = setting.steps(6, 1200, recipe.training.max_steps)
+    steps = setting.steps(3, 1200, recipe.training.max_steps)
     if setting.scale != "paper":
         task = synthetic.PairRepeat(lengths=(8, 9))
         recipe = replace(recipe.with_transformer(num_symbols=5, seq_len=12), task=task)

@@ -39,7 +39,7 @@ def one_block_recipe(setting: Setting, context: int, **model: Any) -> Recipe:
     context, batch_size = setting.scaled((32, 4), (context, 1024 // context), None)
     recipe = recipe.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512)
     rates = {"learning_rate": 2e-3, "final_learning_rate": 0.05}
-    return sweep.shortened(recipe, setting.steps(6, 1200), batch_size, precision="float32", **rates)
+    return sweep.shortened(recipe, setting.steps(3, 1200), batch_size, precision="float32", **rates)
 
 
 def variants(setting: Setting) -> dict[str, Recipe]:

@@ -95,7 +95,7 @@ def measure_effect_on_training(setting: Setting) -> Result:
     bits = setting.scaled((17, 8), BITS, BITS)
     context = setting.scaled(32, CONTEXT, CONTEXT)
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
-    recipe = sweep.shortened(recipe, setting.steps(4, 200, 600), setting.scaled(2, 8, 16))
+    recipe = sweep.shortened(recipe, setting.steps(2, 200, 600), setting.scaled(2, 8, 16))
     coarse = {f"{b} bits": replace(recipe, task=CoarseLanguageModelling(bits=b)) for b in bits}
     outcomes = sweep.train_variants(setting, {"exact": recipe, **coarse})
     final = {name: [o.final["bits"] for o in found] for name, found in outcomes.items()}

@@ -112,7 +112,7 @@ class SmallTask:
 
     def shortened(self, setting: Setting) -> Recipe:
         """Return the recipe for a scale."""
-        return sweep.shortened(self.base, setting.steps(4, self.steps), setting.scaled(4, self.batch_size, None))
+        return sweep.shortened(self.base, setting.steps(2, self.steps), setting.scaled(4, self.batch_size, None))
 
     def judge(
         self, claim: str, variant: str, softmax: Sequence[float], sigmoid: Sequence[float], *, paired: bool = False

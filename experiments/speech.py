@@ -39,7 +39,7 @@ def base(setting: Setting) -> Recipe:
     speech, and their spread over seeds (docs/log.md).
     """
     recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope", dropout=0.0)
-    return sweep.shortened(recipe, setting.steps(4, 800), setting.scaled(4, 10, None), learning_rate=8e-3)
+    return sweep.shortened(recipe, setting.steps(2, 800), setting.scaled(4, 10, None), learning_rate=8e-3)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def recipes_by_task(setting: Setting) -> dict[str, Recipe]:
 
 
 def _vision(setting: Setting, name: str, steps: int) -> Recipe:
-    return sweep.shortened(find_recipe(name), setting.steps(4, steps), setting.scaled(4, 128, None))
+    return sweep.shortened(find_recipe(name), setting.steps(2, steps), setting.scaled(4, 128, None))
 
 
 def compare_training_losses(setting: Setting) -> Result:

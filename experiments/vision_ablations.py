@@ -53,7 +53,7 @@ RELAXED: dict[str, dict[str, Any]] = {
 
 def base(setting: Setting) -> Recipe:
     """Return the recipe of a ViT on handwritten digits."""
-    return sweep.shortened(find_recipe("vit-supervised-tiny"), setting.steps(4, 400), setting.scaled(8, 128, None))
+    return sweep.shortened(find_recipe("vit-supervised-tiny"), setting.steps(2, 400), setting.scaled(8, 128, None))
 
 
 _DIFFERS = "handwritten digits of 8 × 8 pixels instead of ImageNet, 2 layers of 64, 400 steps, LayerScale from 0.01"
