@@ -58,11 +58,6 @@ class Mixed(nn.Module):
         return (x @ x.mT).softmax(-1) @ x
 
 
-class OneHead(Attend):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
-
-
 class TwoSizes(Attend):
     def forward(self, x):
         q, k, v = self.heads(x, x)
@@ -172,7 +167,6 @@ REFUSED = {  # name: model, part of the message, calls
         lambda: changed(language(), lambda model: model.register_module("unused", softmax())),
         "do not reach the attention of 'unused'", OF_TOKENS,
     ),
-    "three dimensions": (OneHead, r"shape \(B, H, N, D\), got \(2, 7, 16\)", BATCHES),
     "two sizes": (lambda: Both(TwoSizes()), "'second' calls attention with 4 and with 2 heads", BATCHES),
     "an attention function": (
         lambda: changed(language(), with_attention_function), "has a custom attention_fn", CODE, OF_TOKENS

@@ -41,6 +41,18 @@ CALLS_WITH_OWN_BACKWARD = {
 }
 
 
+class Shaped(Attend):
+    """With query, key and value of other shapes than (B, H, N, D), in which the heads are anywhere."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x, mask=None):
+        query, key = self.shape(self.q(x)), self.shape(self.kv(x))
+        return F.scaled_dot_product_attention(query, key, key, mask, is_causal=mask is None)
+
+
 class TestLayersThatCallTheFunction:
     def test_each_layer_learns_its_own_bias(self):
         net = Net(Attend(), Attend())
@@ -49,6 +61,27 @@ class TestLayersThatCallTheFunction:
         biases = [p for n, p in net.named_parameters() if "sigmoid_bias" in n]
         assert len(biases) == 2
         assert all(p.grad.abs() > 0 for p in biases)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize(
+        ("shape", "mask"),
+        [
+            (lambda t: t[0], torch.ones(7, 7).tril(2) > 0),
+            (lambda t: t, None),
+            (lambda t: t, torch.arange(7) < torch.tensor([7, 4]).view(2, 1, 1)),
+            (lambda t: t.unflatten(-1, (2, 1, 8)).movedim(1, 3), torch.randn(2, 1, 1, 7, 7)),
+        ],
+        ids=["(N, D)", "(B, N, D)", "(B, N, D), padded", "(B, H, 1, N, D)"],
+    )
+    def test_fitted_with_any_number_of_dimensions(self, shape, mask):
+        softmax = Shaped(shape)
+        nn.init.normal_(softmax.q.weight, std=0.5)
+        layer = copy.deepcopy(softmax)
+        convert(layer, [(x, mask) for x in layers.X])
+        torch.testing.assert_close(layer(X, mask), softmax(X, mask), rtol=5e-3, atol=5e-4)
+        loaded = copy.deepcopy(softmax)
+        restore(loaded, layer.state_dict(), example=(X, mask))
+        assert torch.equal(loaded(X, mask), layer(X, mask))
 
     def test_a_forward_without_attention_raises(self):
         class Sometimes(Attend):

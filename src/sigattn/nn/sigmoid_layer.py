@@ -219,8 +219,14 @@ def sigmoid_sdpa(
 ) -> Tensor:  # fmt: skip
     """Compute ``F.scaled_dot_product_attention`` with sigmoid attention, with PyTorch's signature.
 
-    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
+    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees. For a bias that
+    differs between queries, tensors that are not (B, H, N, D) have one head: which dimension has them is not known.
     """
+    differs = isinstance(sigmoid_bias, CallObserver) or (sigmoid_bias is not None and sigmoid_bias.needs_visible)
+    if differs and query.dim() != 4 and not query.is_nested and not enable_gqa:
+        batch, tensors = _with_one_head(query, key, value, attn_mask)
+        out = sigmoid_sdpa(sigmoid_bias, normalize, *tensors, dropout_p, is_causal, scale)
+        return out.reshape(*batch, *out.shape[-2:])
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     attn_mask, is_causal, window = mask.resolve("sigmoid_attention", attn_mask, is_causal, None, query, key)
@@ -233,3 +239,15 @@ def sigmoid_sdpa(
     bias = evaluate_bias(sigmoid_bias, query, key, attn_mask, normalize=normalize, is_causal=is_causal, window=window)
     options |= {"bias": bias, "window": window, "normalize": normalize}
     return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _with_one_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> tuple[torch.Size, tuple[Any, ...]]:
+    """Return the leading dimensions of query, key and value, (…, N, D), and these and the mask as (B, 1, N, D)."""
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))
+
+    def flat(t: Tensor) -> Tensor:
+        return t.expand(*batch, *t.shape[-2:]).reshape(-1, 1, *t.shape[-2:])
+
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 2:
+        attn_mask = flat(attn_mask)
+    return batch, (flat(query), flat(key), flat(value), attn_mask)
