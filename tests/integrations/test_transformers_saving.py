@@ -293,6 +293,19 @@ class TestCompositeModels:
         assert torch.equal(again(input_ids=ids, decoder_input_ids=ids).logits, out.logits)
 
 
+@torch.no_grad()
+def test_layers_from_a_table_of_classes_are_loaded_as_they_were_converted(tmp_path):
+    """SAM's class for SDPA has a dimension of heads, which that for eager attention merges with the samples."""
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config |= {"window_size": 2, "global_attn_indexes": [1], "output_channels": 8, "initializer_range": 0.3}
+    model = transformers.SamVisionModel(transformers.SamVisionConfig(**config, num_pos_feats=4)).eval()
+    images = torch.randn(3, 1, 3, 32, 32)
+    convert(model, list(images))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.SamVisionModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(images[0])[0], model(images[0])[0])
+
+
 def test_normalize_is_computed_saved_and_inherited_by_parts(tmp_path):
     """Far below zero it is softmax, so that transformers' own attention is the truth."""
     tokens = inputs_of("llama")["input_ids"]

@@ -71,11 +71,11 @@ def _can_set_attn_implementation(original: Any, model_class: type[PreTrainedMode
 def _get_correct_attn_implementation(
     original: Any, model: Any, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> str:
-    """Let "sigmoid" choose the eager layers of a model whose code has a table of classes."""
+    """Let "sigmoid" choose the layers for SDPA, or else the eager ones, from a table of classes in a model's code."""
     if requested_attention == NAME:
         for table in vars(sys.modules[type(model).__module__]).values():
             if isinstance(table, dict) and isinstance(table.get("eager"), type):
-                table[NAME] = table["eager"]
+                table[NAME] = table.get("sdpa", table["eager"])
     return original(model, requested_attention, *args, **kwargs)
 
 
