@@ -224,8 +224,8 @@ def sigmoid_sdpa(
     """
     differs = isinstance(sigmoid_bias, CallObserver) or (sigmoid_bias is not None and sigmoid_bias.needs_visible)
     if differs and query.dim() != 4 and not query.is_nested and not enable_gqa:
-        batch, tensors = _with_one_head(query, key, value, attn_mask)
-        out = sigmoid_sdpa(sigmoid_bias, normalize, *tensors, dropout_p, is_causal, scale)
+        batch, (query, key, value, attn_mask) = _with_one_head(query, key, value, attn_mask)
+        out = sigmoid_sdpa(sigmoid_bias, normalize, query, key, value, attn_mask, dropout_p, is_causal, scale)
         return out.reshape(*batch, *out.shape[-2:])
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
@@ -241,7 +241,9 @@ def sigmoid_sdpa(
     return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-def _with_one_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> tuple[torch.Size, tuple[Any, ...]]:
+def _with_one_head(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any
+) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Any]]:
     """Return the leading dimensions of query, key and value, (…, N, D), and these and the mask as (B, 1, N, D)."""
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))
 

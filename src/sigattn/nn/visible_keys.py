@@ -65,7 +65,7 @@ def evaluate_bias(
     b = bias(num_queries, num_keys, device=query.device, visible=visible)
     if isinstance(b, Tensor) and b.dim() > 2 and query.dim() == 4 and b.shape[-3] not in (1, query.shape[1]):
         raise ValueError(
-            f"the layer has biases of {b.shape[-3]} heads, and the query {query.shape[1]} heads: convert the layer "
+            f"the layer has biases of {b.shape[-3]} heads, and the query has {query.shape[1]}: convert the layer "
             "again; or, if tensor parallelism (tp_plan) split its heads, load the model without it"
         )
     if isinstance(b, Tensor) and b.dim() == 3 and query.dim() != 4:
