@@ -242,6 +242,8 @@ TYPES = [
     (dense_flash(TOKEN, TOKEN, TOKEN, None), "dropout_p must be a number, got None"),
     (partial(flash.unpad_input, V, torch.ones(2, 4)), "attention_mask must be bool or integers"),
     (partial(flash.unpad_input, None, ones(2, 4)), "hidden_states must be a tensor"),
+    (partial(flash.pad_input, [1.0], torch.zeros(1).long(), 1, 2), r"must be a tensor \(total, …\), got"),
+    (partial(flash.index_first_axis, torch.ones(()), torch.zeros(1).long()), r"must be a tensor \(rows, …\), got"),
     (partial(flash.index_first_axis, V, ones(1)), "indices must be"),
 ]
 WITHOUT_GRADIENT = [

@@ -34,8 +34,7 @@ def unpad_input(
     >>> packed.shape, cu_seqlens.tolist(), max_seqlen
     (torch.Size([5, 8]), [0, 2, 5], 3)
     """
-    if not isinstance(hidden_states, Tensor) or hidden_states.dim() < 2:
-        raise TypeError(f"unpad_input: hidden_states must be a tensor (B, L, …), got {scalars.describe(hidden_states)}")
+    _check_tensor("unpad_input", "hidden_states", hidden_states, "(B, L, …)", 2)
     valid = _mask("attention_mask", attention_mask, hidden_states)
     stored = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
     lengths = stored.sum(-1, dtype=torch.int32)
@@ -55,12 +54,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         batch, seqlen: B and L.
 
     Raises:
-        ValueError, TypeError: indices that do not fit.
+        ValueError, TypeError: tensors that do not fit.
 
     >>> pad_input(torch.ones(3, 2), torch.tensor([0, 1, 3]), 2, 2)[..., 0]
     tensor([[1., 1.],
             [0., 1.]])
     """
+    _check_tensor("pad_input", "hidden_states", hidden_states, "(total, …)", 1)
     batch, seqlen = scalars.integer("pad_input", "batch", batch), scalars.integer("pad_input", "seqlen", seqlen)
     validation.integers("pad_input", "indices", indices, hidden_states.shape[:1], "(total,)")
     _check_range("pad_input", indices, batch * seqlen, "batch * seqlen positions")
@@ -72,12 +72,18 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
     """Return the rows of input (rows, …) with the given indices (n,); the gradients of repeated indices are summed.
 
     Raises:
-        TypeError: indices that are not integers.
+        TypeError: an input that is no tensor (rows, …), or indices that are not integers.
         ValueError: an index beyond the rows, on a CPU. (On an accelerator reading the indices would synchronise.)
     """
+    _check_tensor("index_first_axis", "input", input, "(rows, …)", 1)
     validation.integers("index_first_axis", "indices", indices, (None,), "(n,)")
     _check_range("index_first_axis", indices, input.shape[0], "rows of input")
     return input.index_select(0, indices)
+
+
+def _check_tensor(caller: str, name: str, value: Any, shape: str, dimensions: int) -> None:
+    if not isinstance(value, Tensor) or value.dim() < dimensions:
+        raise TypeError(f"{caller}: {name} must be a tensor {shape}, got {scalars.describe(value)}")
 
 
 def _mask(name: str, mask: Any, hidden_states: Tensor) -> Tensor:
