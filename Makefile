@@ -102,7 +102,7 @@ test-kernels: setup
 
 sweep: setup
 	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto --dist worksteal tests/integrations tests/ops/test_broadcasting.py \
-	    tests/distributed/test_context_parallel.py tests/test_examples.py
+	    tests/distributed/test_context_parallel.py
 
 mutation: setup
 	$(BIN)/python $(INSTALL) -c constraints.txt 'cosmic-ray>=8.7'

@@ -1,11 +1,10 @@
 """The scripts and notebooks in examples/ run, at a small size."""
 
 import json
-import os
 import re
 import runpy
+import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -77,31 +76,17 @@ def test_learnable_bias(run):
     assert numbers(r"-?[\d.]+", printed.rpartition("biases")[2]) == pytest.approx([-6, -5, -4, -3], abs=0.2)
 
 
-NOT_COMPILED = {"aot_inductor.package_cpp_only": True, "aot_inductor.precompile_headers": False, "cpp.vec_isa_ok": True}
-
-
 @pytest.mark.usefixtures("unchecked")  # symbolic sizes are no int
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's exporter
-def test_export_model(run, monkeypatch):
-    """AOTInductor's C++ is written; it is compiled, which takes half a minute, with SIGATTN_SWEEP=all."""
+def test_export_model(run):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    written = []
-
-    def read(path):
-        with zipfile.ZipFile(path) as package:
-            written.extend(package.read(name) for name in package.namelist() if name.endswith(".wrapper.json"))
-        raise InterruptedError
-
-    if os.environ.get("SIGATTN_SWEEP") == "all":
-        assert run("export_model.py").count("equal the model's") == 3
-        return
-    assert run("export_model.py", "--only", "export", "onnx").count("equal the model's") == 2
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", read)
-    with torch._inductor.config.patch(NOT_COMPILED), pytest.raises(InterruptedError):
-        run("export_model.py", "--only", "aot")
-    (calls,) = written
-    assert b'"sigattn::dense_forward"' in calls
+    forms = ("export", "onnx", *(["aot"] if shutil.which("g++") else []))
+    fast = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}  # 26 seconds instead of 40
+    fast = {f"aot_inductor.{name}": value for name, value in fast.items()} | {"cpp.vec_isa_ok": True}
+    with torch._inductor.config.patch(fast):
+        printed = run("export_model.py", "--only", *forms)
+    assert printed.count("equal the model's") == len(forms)
 
 
 @pytest.mark.parametrize("name", ["softmax_and_sigmoid.ipynb", "convert_a_model.ipynb"])

@@ -32,6 +32,7 @@ from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.nn.written_softmax import WrittenSoftmax, with_heads, written_softmax
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
+from sigattn.ops.broadcasting import flatten
 from sigattn.ops.custom_ops import record_module
 
 
@@ -224,9 +225,12 @@ def sigmoid_sdpa(
     """
     differs = isinstance(sigmoid_bias, CallObserver) or (sigmoid_bias is not None and sigmoid_bias.needs_visible)
     if differs and query.dim() != 4 and not query.is_nested and not enable_gqa:
-        batch, (query, key, value, attn_mask) = _with_one_head(query, key, value, attn_mask)
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() > 2:
+            attn_mask = attn_mask.unsqueeze(-3)
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        query, key, value, attn_mask, *_, shape = flatten(query, key, value, attn_mask, None, None, None, False)
         out = sigmoid_sdpa(sigmoid_bias, normalize, query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return out.reshape(*batch, *out.shape[-2:])
+        return (out if shape is None else out.reshape(shape)).squeeze(-3)
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     attn_mask, is_causal, window = mask.resolve("sigmoid_attention", attn_mask, is_causal, None, query, key)
@@ -239,17 +243,3 @@ def sigmoid_sdpa(
     bias = evaluate_bias(sigmoid_bias, query, key, attn_mask, normalize=normalize, is_causal=is_causal, window=window)
     options |= {"bias": bias, "window": window, "normalize": normalize}
     return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-
-def _with_one_head(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any
-) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Any]]:
-    """Return the leading dimensions of query, key and value, (…, N, D), and these and the mask as (B, 1, N, D)."""
-    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))
-
-    def flat(t: Tensor) -> Tensor:
-        return t.expand(*batch, *t.shape[-2:]).reshape(-1, 1, *t.shape[-2:])
-
-    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 2:
-        attn_mask = flat(attn_mask)
-    return batch, (flat(query), flat(key), flat(value), attn_mask)

@@ -26,7 +26,7 @@ def lifted_weights(z, row_shift, least_shift, OPT: tl.constexpr):
     """
     least = tl.min(z, 1)
     rounded = tl.floor(least * LN2) * LOG2E
-    # from 2^22 on, as where a mask of -1e9 hides a whole row, z - s would be far from 0 by one rounding
+    # from 2^22 on one rounding of z is no small number: s must not be below the least z, nor z - s far below 0
     least = tl.where(least < 4194304.0, rounded, tl.maximum(rounded, least))
     new_shift = tl.maximum(tl.minimum(row_shift, least), least_shift)
     KIND: tl.constexpr = "exact" if OPT.SIGMOID == "exact" else "accurate"
