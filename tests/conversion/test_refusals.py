@@ -17,6 +17,7 @@ from tests.conversion.layers import SDPA, Attend, Both, Net, Written, X, changed
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype"),
 ]
 TOKENS = list(layers.TOKENS)
 
@@ -56,6 +57,13 @@ class Twice(sigattn.nn.VisibleKeysBias):
 class Mixed(nn.Module):
     def forward(self, x):
         return (x @ x.mT).softmax(-1) @ x
+
+
+class Nested(Attend):
+    def forward(self, x):
+        lengths = torch.nested.nested_tensor([*x, x[0, :3]], layout=torch.jagged)
+        q = self.q(lengths).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).values()
 
 
 class TwoSizes(Attend):
@@ -167,6 +175,7 @@ REFUSED = {  # name: model, part of the message, calls
         lambda: changed(language(), lambda model: model.register_module("unused", softmax())),
         "do not reach the attention of 'unused'", OF_TOKENS,
     ),
+    "nested tensors": (Nested, r"'' must be called with plain tensors of shape \(B, H, N, D\), got nested", BATCHES),
     "two sizes": (lambda: Both(TwoSizes()), "'second' calls attention with 4 and with 2 heads", BATCHES),
     "an attention function": (
         lambda: changed(language(), with_attention_function), "has a custom attention_fn", CODE, OF_TOKENS
