@@ -34,7 +34,7 @@ setup: .venv/installed
 	touch $@
 
 # The wheel of torchvision that pip finds is built for CUDA. Next to a PyTorch for CPUs it cannot be imported, and breaks
-# transformers; so it is kept out of the environment, in a folder that the tests add (tests/conftest.py).
+# transformers; so it is kept out of the environment, in a folder that benchmarks/compatibility/torchvision_apart.py adds.
 torchvision-apart:
 	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision
 	$(BIN)/python $(INSTALL) --no-deps --upgrade -c constraints.txt --target .venv/torchvision torchvision

@@ -48,7 +48,7 @@ if _has_checker and not _compiles:
 
 import torch  # noqa: E402
 
-from tests import torchvision_apart  # noqa: E402, F401
+from benchmarks.compatibility import torchvision_apart  # noqa: E402, F401
 
 # without a GPU, torch.manual_seed takes a millisecond: it formats the stack, for each device that it does not find
 _generators = torch if torch.cuda.is_available() else torch.default_generator

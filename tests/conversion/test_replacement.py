@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.compatibility.reference import SoftmaxOperators
 from sigattn import convert, restore
 from sigattn.models import LanguageModel, saving
 from sigattn.nn import BatchLengthBias, ContextLengthBias, LearnableBias
@@ -201,7 +202,7 @@ class TestMultiheadAttention:
         training = encoder.train()(x, src_key_padding_mask=padding)
         for other in (encoder, copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
             for without_gradient in (torch.no_grad, torch.inference_mode):
-                with without_gradient(), layers.SoftmaxOperators() as operators:
+                with without_gradient(), SoftmaxOperators() as operators:
                     fast = other.eval()(x, src_key_padding_mask=padding)
                 assert not operators.names
                 torch.testing.assert_close(fast, training)

@@ -1,6 +1,6 @@
 """Models of timm and torchvision: converted with batches; and without, exact or refused as docs/compatibility.md says.
 
-A sample of timm runs here, and with ``SIGATTN_SWEEP=all`` every group of model names, as in ``sweep_timm.py``.
+A sample of timm runs here, and with ``SIGATTN_SWEEP=all`` every group of model names, as in ``sweep_timm``.
 """
 
 import os
@@ -11,12 +11,11 @@ import torch
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
+from benchmarks.compatibility import page, sweep_timm  # noqa: E402
+from benchmarks.compatibility.sweep_timm import outcome  # noqa: E402
 from sigattn import sigmoid_attention  # noqa: E402
 from sigattn.conversion import convert, modules, restore  # noqa: E402
 from sigattn.nn import sigmoid_layer  # noqa: E402
-from tests.integrations import compatibility_page as page  # noqa: E402
-from tests.integrations import sweep_timm  # noqa: E402
-from tests.integrations.sweep_timm import outcome  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"num_classes": 5, "img_size": 32, "embed_dim": 32}
@@ -75,9 +74,8 @@ def test_sample(name):
 
 @pytest.mark.skipif(os.environ.get("SIGATTN_SWEEP") != "all", reason="half an hour: SIGATTN_SWEEP=all")
 def test_every_model_name():
-    rows = [sweep_timm.row(members) for members in sweep_timm.groups(sweep_timm.names()).values()]
-    recorded = page.results("timm")
-    assert {r["architecture"]: r["status"] for r in rows} == {n: r["status"] for n, r in recorded.items()}
+    rows = {row["architecture"]: row["status"] for row in sweep_timm.rows(sweep_timm.names())}
+    assert rows == {name: row["status"] for name, row in page.results("timm").items()}
 
 
 def test_the_page_is_current_and_no_model_is_wrong():

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
+from benchmarks.compatibility import tiny_transformers as tiny  # noqa: E402
 from sigattn import convert  # noqa: E402
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
@@ -28,7 +29,6 @@ from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 from tests.conversion.layers import refused  # noqa: E402
 from tests.conversion.test_fit import of_transformers  # noqa: E402
 from tests.integrations import small_models  # noqa: E402
-from tests.integrations import tiny_transformers as tiny  # noqa: E402
 from tests.integrations.small_models import DECODERS, TEXT, inputs_of, model_of, replaced, sigmoid_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -6,9 +6,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
+from benchmarks.compatibility import page, sweep_transformers, tiny_transformers  # noqa: E402
 from sigattn.integrations.transformers import interface  # noqa: E402
-from tests.integrations import compatibility_page as page  # noqa: E402
-from tests.integrations import sweep_transformers, tiny_transformers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLE = (

@@ -1,12 +1,11 @@
-"""The generated tables of docs/compatibility.md: one section for each library, from data in docs/compatibility.
+"""The generated tables of docs/compatibility.md: a section for each library, from data in docs/compatibility."""
 
-compatibility_page.write("transformers", "transformers 5.23.0", results)    # a sweep over the library
-compatibility_page.table("transformers")                                    # its lines, as the page must have them
-"""
+from __future__ import annotations
 
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +14,59 @@ PAGE = DOCS / "compatibility.md"
 SHOWN = ("exact", "refused")
 
 
-def data_of(section: str) -> Path:
-    return DOCS / "compatibility" / f"{section}.json"
-
-
 def results(section: str) -> dict[str, dict[str, Any]]:
-    return {row["architecture"]: row for row in json.loads(data_of(section).read_text())["results"]}
+    """Return the stored results of a section by architecture."""
+    return {row["architecture"]: row for row in _stored(section)["results"]}
 
 
-def write(section: str, library: str, rows: list[dict[str, Any]]) -> None:
-    """Write the results of a section, and its table into the page.
+def update(section: str, library: str, rows: Iterable[dict[str, Any]], *, complete: bool = False) -> None:
+    """Store results, and write the table of their section into the page.
 
     Args:
         section: name of the data file and of the markers in the page.
-        library: name and version. rows: each with "architecture", "status" and "why", and what else is known.
+        library: name and version.
+        rows: each with "architecture", "status" and "why", and more; they replace those of the same architecture.
+        complete: delete the results of other architectures.
     """
-    data_of(section).parent.mkdir(exist_ok=True)
-    rows = [{**row, "why": _reason(row["why"])} for row in rows]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda r: r["architecture"]))
-    data_of(section).write_text(f'{{"library": {json.dumps(library)}, "results": [\n{lines}\n]}}\n')
+    earlier = results(section)
+    # a missing package, such as torchvision, is no result
+    new = [row for row in rows if "ImportError" not in row["why"] or row["architecture"] not in earlier]
+    kept = {row["architecture"] for row in rows} if complete else earlier.keys()
+    merged = {name: row for name, row in earlier.items() if name in kept}
+    merged |= {row["architecture"]: {**row, "why": _reason(row["why"])} for row in new}
+    lines = ",\n".join(json.dumps(merged[name], ensure_ascii=False) for name in sorted(merged))
+    _data(section).write_text(f'{{"library": {json.dumps(library)}, "results": [\n{lines}\n]}}\n')
     PAGE.write_text(_between_markers(section).sub(lambda _: table(section), PAGE.read_text()))
 
 
 def section_of_page(section: str) -> str:
+    """Return the lines of a section that the page has."""
     found = _between_markers(section).search(PAGE.read_text())
     assert found is not None
     return found[0]
 
 
 def table(section: str) -> str:
-    data = json.loads(data_of(section).read_text())
+    """Return the lines of a section that the page must have."""
+    data = _stored(section)
     rows = data["results"]
     counts = Counter(row["status"] for row in rows)
     lines = [f"{data['library']}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()) + ".", ""]
     lines += ["| architecture | result | why |", "|---|---|---|"]
     lines += [f"| {r['architecture']} | {r['status']} | {_why(r)} |" for r in rows if r["status"] in SHOWN]
-    for status in (s for s in sorted(counts) if s not in SHOWN):
+    for status in sorted(counts.keys() - SHOWN):
         names = ", ".join(row["architecture"] for row in rows if row["status"] == status)
         lines += ["", f"{status[0].upper()}{status[1:]}: {names}."]
     return "\n".join(lines)
+
+
+def _data(section: str) -> Path:
+    return DOCS / "compatibility" / f"{section}.json"
+
+
+def _stored(section: str) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(_data(section).read_text())
+    return stored
 
 
 def _why(row: dict[str, Any]) -> str:

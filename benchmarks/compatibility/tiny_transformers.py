@@ -56,7 +56,7 @@ RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16,
 RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
 TIMM_RESNET = {"architecture": "resnet10t"}
 TIMM_VIT = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": 32}}
-FITTED = {  # by model type: sizes that are bound to one another, and attributes without a default
+FITTED: dict[str, dict[str, Any]] = {  # by model type: sizes bound to one another, and attributes without a default
     # blocks of which a length of 12 has enough for sparse attention
     "big_bird": {"block_size": 1, "num_random_blocks": 1}, "bigbird_pegasus": {"block_size": 1, "num_random_blocks": 1},
     "bridgetower": {"hidden_size": 64}, "bridgetower_vision_model": {"hidden_size": 64},
@@ -349,11 +349,11 @@ def _with_companions(
 
 
 def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    config = model.config
+    config: Any = model.config
     vision = getattr(config, "vision_config", config)
     side = getattr(vision, "image_size", getattr(vision, "max_img_size", 32))
     side = side if isinstance(side, int) else (side[-1] if isinstance(side, (list, tuple)) else 32)
-    channels = getattr(vision, "num_channels", 3)
+    channels: Any = getattr(vision, "num_channels", 3)
     frames = getattr(vision, "num_frames", 4)
     mel, longest = getattr(config, "num_mel_bins", 16), getattr(config, "max_length", 64)
     grid = next((name for name in accepted if name.startswith(("grid_thw", "image_grid"))), None)
@@ -376,7 +376,7 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
     if "visual_feats" in accepted:
         features = torch.randn(BATCH, 6, getattr(config, "visual_feat_dim", 2048), generator=generator)
         yield {"visual_feats": features, "visual_pos": torch.rand(BATCH, 6, 4, generator=generator)}
-    shapes = {
+    shapes: dict[str, list[Any]] = {
         "query_embeds": [(BATCH, 6, WIDTH)],
         "audio_mel": [(BATCH, 128, getattr(config, "input_feat_size", mel))],
         "latents": [(BATCH, getattr(config, "hidden_size", WIDTH), LENGTH)],
