@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -232,7 +233,8 @@ class UnusableError(Exception):
 
 
 def _text(error: Exception, length: int | None = None) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
+    text = re.sub(r" from '/.*?'", "", " ".join(str(error).split()))  # paths of modules
+    return f"{type(error).__name__}: {text[:length]}"
 
 
 def _compare(part: str, eager: Any, model: Any, inputs: Inputs) -> str:
