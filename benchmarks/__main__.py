@@ -12,6 +12,7 @@ from benchmarks.hybridnorm import benchmark_hybridnorm
 from benchmarks.kernels import benchmark_kernels
 from benchmarks.microtiles import benchmark_microtiles
 from benchmarks.overhead import benchmark_overhead
+from benchmarks.parts import benchmark_parts
 from benchmarks.static import benchmark_static
 from benchmarks.steps import benchmark_steps
 from benchmarks.training import benchmark_training
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[..., object]] = {
     "hybridnorm": benchmark_hybridnorm,
     "microtiles": benchmark_microtiles,
     "overhead": benchmark_overhead,
+    "parts": benchmark_parts,
     "steps": benchmark_steps,
     "tune": tune_kernels,
     "training": benchmark_training,

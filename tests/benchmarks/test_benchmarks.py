@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ import torch
 from benchmarks import baselines, cpu, isa, kernels, memory, microtiles, steps, subprocesses, timing
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.baselines import IMPLEMENTATIONS, NAIVE, OURS, SDPA, Implementation
+from benchmarks.parts import PARTS
 from benchmarks.provenance import BenchmarkError
 from sigattn.nn import Attention, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops import llvm
@@ -36,6 +38,7 @@ TINY = {
     "hybridnorm": {**SHORT, "head_dim": 16},
     "kernels": {**SHORT, "head_dims": (16,), "batch_size": 1, "precompile": False},
     "overhead": {**ONCE, "n": 20, "head_dim": 16, "batch_sizes": (1,), "dtype": "float32"},
+    "parts": {**CPU, "head_dim": 16},
     "steps": {**STEPS, "models": ("vit", "layer-forward"), "dtypes": ("float32",), "compiled": False},
     "training": {
         "kappas": (1,), "seconds": 60.0, "max_steps": 1, "batch_size": 1, "upscale": 1, "num_layers": 1,
@@ -48,6 +51,7 @@ ROWS = {  # fields that identify the rows of all implementations that run here, 
     "hybridnorm": (("n", "causal"), {(16, False), (16, True)}),
     "kernels": (("causal", "alibi", "pass"), set(itertools.product(MASKS, MASKS, PASSES))),
     "overhead": (("batch_size", "pass"), {(1, "forward"), (1, "training")}),
+    "parts": (("causal", "pass"), set(itertools.product(MASKS, ("forward", "backward")))),
     "steps": (("model",), {("vit",), ("layer-forward",)}),
     "training": (("activation",), {("sigmoid",), ("softmax",)}),
     "tune": (("kernel",), {(tuning.FWD,), (tuning.DKDV,), (tuning.DQ,)}),
@@ -91,7 +95,12 @@ def quick(monkeypatch, unchecked):
 @WITHOUT_GPU
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", TINY)
-def test_the_file_has_provenance_and_a_row_of_each_case(name, tmp_path):
+def test_the_file_has_provenance_and_a_row_of_each_case(name, tmp_path, monkeypatch):
+    if name == "parts":
+        if llvm.machine_unavailable() is not None:
+            pytest.skip(llvm.machine_unavailable())
+        compilation = importlib.import_module("sigattn.ops.llvm.compilation")  # of three variants
+        monkeypatch.setattr(compilation, "compile_object", functools.partial(compilation.compile_object, level=0))
     report = run(name, tmp_path)
     assert {"benchmark", "date", "commit", "source", "device", "versions", "configuration"} <= report.keys()
     fields, expected = ROWS[name]
@@ -104,6 +113,9 @@ def test_the_file_has_provenance_and_a_row_of_each_case(name, tmp_path):
         assert row["softmax_time_over_this"] == pytest.approx(softmax["median_ms"] / row["median_ms"])
         if name == "cpu":  # the same products in another time
             assert row["of_matmul"] * row["median_ms"] == pytest.approx(softmax["of_matmul"] * softmax["median_ms"])
+        if name == "parts":
+            assert sum(row[part] for part in PARTS) == pytest.approx(1)
+            assert row["hidden"] > 0 if row["causal"] else row["hidden"] >= 0
     for part, check in MORE.items():
         if part in report:
             assert check(report[part]), report[part]
