@@ -1,9 +1,10 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and those of other processors; share.md from results/share-zen1.json; memory.md from results/cpu-memory.json;
-microtiles.md from results/microtiles.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and
-error.md from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+these and those of other processors; share.md from results/share-zen1.json; parts.md from results/parts-zen1.json;
+memory.md from results/cpu-memory.json; microtiles.md from results/microtiles.json; steps.md from the results named in
+``STEPS_RESULTS``; error.svg and error.md from results/accuracy/accuracy.json; quality.svg from
+results/compare/results.json.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks.parts import PARTS
 from benchmarks.tables import mask_name
 from experiments.drawing import COLOUR_OF, OTHER_COLOURS, axes_grid
 from experiments.intervals import welch
@@ -206,6 +208,16 @@ def share_table(run: Row) -> str:
     return f"{table(head, lines)}\n{provenance(run)}.\n"
 
 
+def parts_table(report: Row) -> str:
+    """Return a table of what the passes spend their time on, in percent."""
+    lines = [
+        [f"{row['n']:,}", f"{row['pass']}, {mask_name(row['causal'])}", *(f"{100 * row[part]:.0f}" for part in PARTS)]
+        for row in report["rows"]
+    ]
+    head = ["n", "pass", *("σ" if part == "sigmoid" else part for part in PARTS)]
+    return f"{table(head, lines)}\nPercent of the time. {provenance(report)}.\n"
+
+
 def memory_table(report: Row) -> str:
     """Return a table of the peak memory of one head, forward / both passes, beyond inputs and outputs."""
     rows = [row for row in report["memory"] if row["heads"] == 1]
@@ -306,6 +318,7 @@ def write(folder: Path) -> None:
     (folder / "speed.md").write_text(speed_table(speed[0]))
     (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
     (folder / "share.md").write_text(share_table(json.loads((RESULTS / "share-zen1.json").read_text())))
+    (folder / "parts.md").write_text(parts_table(json.loads((RESULTS / "parts-zen1.json").read_text())))
     (folder / "memory.md").write_text(memory_table(json.loads((RESULTS / "cpu-memory.json").read_text())))
     (folder / "microtiles.md").write_text(microtiles_table(json.loads((RESULTS / "microtiles.json").read_text())))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
