@@ -51,7 +51,8 @@ def make_plan(
         fitting = _SUMS // (splits * batch * heads * head_dim * 4)
         args.part_size = min(args.part_size, round_up(max(fitting, BACKWARD_ROWS), kernels.rows))
     elif per_word == 1:  # bfloat16 would need memory for the sums of all keys between the runs
-        runs = -(-n * (heads // kv_heads) * (2 * head_dim + value_dim) * 4 // _QUERIES)
+        rows = n if UNLIMITED in (left, right) else min(n, left + right + 1)  # that see a key
+        runs = -(-rows * (heads // kv_heads) * (2 * head_dim + value_dim) * 4 // _QUERIES)
         args.part_size = round_up(-(-n // runs), kernels.rows)
 
     # rows of memory (``arguments``)
