@@ -101,8 +101,13 @@ class EagerSigmoid(SigmoidReference):
             logits, mask = torch.cat([call["attn_weights"], call["sinks"]], -1), None
         bias = self.bias[layer] if isinstance(self.bias, Mapping) else self.bias
         log_weights = _log_weights(logits, bias, mask, margin=6.0 if self.normalize else 0.0)
-        # the weights of a row sum to 1, however low they are, or to 0 where nothing is visible
-        return torch.softmax(log_weights, -1).nan_to_num(0.0) if self.normalize else log_weights.exp()
+        if not self.normalize:
+            return log_weights.exp()
+        # The weights of a row sum to 1, however low they are. Where nothing is visible they are 0, or softmax's if the
+        # layer has added its mask to the logits, which are numbers then.
+        unseen = torch.softmax(logits, -1) if mask is ... else torch.zeros_like(logits)
+        weights = torch.softmax(log_weights, -1)
+        return torch.where(weights.isnan(), unseen, weights)
 
 
 def reference_eager_attention_forward(
