@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn import (
     attention_statistics,
@@ -15,6 +16,9 @@ from sigattn import (
     sigmoid_kvcache_attention,
     sigmoid_varlen_attention,
 )
+from sigattn.ops import blocked
+from sigattn.ops.blocked import tiles
+from sigattn.ops.problem import Problem
 from tests.ops.cases import COMPLETE, ON_CPU, SUPPORTING, device_of, nan_filled_memory, negated, operands, path, ways
 from tests.ops.truth import formula
 
@@ -137,6 +141,24 @@ def test_memory_of_tiles_is_shared_with_nothing():
     sigmoid_attention(other, other, other, is_causal=True).sum().backward()
     assert torch.equal(out.detach(), before[0])
     assert torch.equal(grad, before[1])
+
+
+def test_long_operands_are_converted_tile_by_tile():
+    """Query, key and value of 65,536 rows take 8 MiB each in float16, and 16 in float32, in which they are computed."""
+
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+                self.found = max(self.found, result.nbytes)
+            return result
+
+    q = torch.randn(1, 1, 65_536, 64, dtype=torch.float16)
+    with Largest() as mode:
+        blocked.forward(Problem(q, q, q, left=16, right=16), None)
+    assert 0 < mode.found <= tiles.TILE_BYTES
 
 
 def test_log_length_bias():

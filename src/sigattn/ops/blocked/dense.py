@@ -85,7 +85,7 @@ def _attend(problem: Problem, result: Result) -> None:
                     sums = row_sum if sums is None else sums.add_(row_sum)  # t += P 1
                 if part.seed is not None:
                     p = p.masked_fill(tiles.dropped(i, j), 0)
-                total = add_product(total, p, tiles.value[:, j], target)  # O += P V
+                total = add_product(total, p, tiles.columns(tiles.value, j), target)  # O += P V
             if part.normalize:
                 write(select_rows(row_sums[..., :1], i), sums)
                 if total is not None and sums is not None:
@@ -120,18 +120,18 @@ def differentiate(problem: Problem, grad_out: Tensor, result: Result, gradients:
         if not tiling.is_saved or part.softcap:
             tiles.prepare_logits()
         d_out = tiles.operand(d_out, tiling.num_queries)  # (G, rep · N, Dv)
-        d_out = d_out if part.seed is None else d_out * keep_scale(part.dropout_p)
         query_sum: Tensor | None = None  # (B, H, N, D)
         if d_query is not None and not tiling.is_whole:
             shape, wide = d_query.shape, torch.promote_types(tiling.dtype, torch.float32)
             query_sum = d_query.new_zeros(*shape[:2], tiling.num_queries, shape[3], dtype=wide)
         for j, visible in tiles.loop(outer=1):
-            key, value = tiles.key[:, j], tiles.value[:, j]  # (G, C, D or Dv)
+            key, value = tiles.columns(tiles.key, j), tiles.columns(tiles.value, j)  # (G, C, D or Dv)
             d_key_rows, d_value_rows = select_rows(d_key, j), select_rows(d_value, j)  # (B, Hkv, C, D or Dv)
             key_sum: Tensor | None = None  # (G, C, D)
             value_sum: Tensor | None = None  # (G, C, Dv)
             for i in visible:
                 query, d_rows = tiles.rows(tiles.query, i), tiles.rows(d_out, i)  # (G, rep · R, D or Dv)
+                d_rows = d_rows if part.seed is None else d_rows * keep_scale(part.dropout_p)
                 d = torch.bmm(d_rows, value.mT, out=tiles.tile(memory_of_d, i, j))  # dP = dO Vᵀ
                 p = tiles.tile(memory, i, j) if tiling.is_saved else tiles.weights(memory, i, j)
                 dropped = None if part.seed is None else tiles.dropped(i, j)

@@ -20,10 +20,10 @@ from sigattn.ops.problem import UNLIMITED, Problem, keep_memory_warm, scale_of, 
 from sigattn.ops.reference import alibi
 
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
-TILE_BYTES = 4 << 20  # of the weights of a tile; at most two tiles exist at a time
-LONG_SIDE = 4096  # most keys (in the backward pass, queries) of a tile
+TILE_BYTES = 4 << 20  # of the weights of a tile, of which at most two exist, and of an operand converted as a whole
+LONG_SIDE = 2048  # most keys (in the backward pass, queries) of a tile
 SHORT_SIDE = 256  # least queries (keys) of a tile of several heads
-WINDOWED_SIDE = 128  # most, with a window: smaller tiles skip more of what it hides
+WINDOWED_SIDE = 128  # most, where a window lets fewer than 2 · LONG_SIDE be seen: smaller tiles skip more of the rest
 WHOLE_UP_TO = 540**2  # weights of a head up to which skipping what a window hides gains nothing
 NARROW_FROM = 16, 24**2  # rows and weights of a key head from which bfloat16 products are faster than float32
 DENSE_FROM = 640  # rows from which copying operands that are not dense takes less time than their products lose
@@ -89,7 +89,9 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
     short, long = (n, m) if outer == 0 else (m, n)
     if not is_whole:
         long = min(long, LONG_SIDE)
-    side = short if is_whole else min(short, WINDOWED_SIDE if has_window else SHORT_SIDE)
+    span = m if UNLIMITED in (p.left, p.right) else p.left + p.right + 1
+    most = WINDOWED_SIDE if has_window and span < 2 * LONG_SIDE else SHORT_SIDE
+    side = short if is_whole else min(short, most)
     together = max(1, limit // max(repeat * side * long, m * width, 1))  # keys and values stay in the cache, too
     samples = max(1, min(together // heads, batch))
     if together < heads:  # a batched product computes each head on one thread
@@ -100,7 +102,7 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
     if not is_whole:
         size = max(1, limit // (samples * together * repeat * long))
         side = _evenly(short, size, 32 if size >= 128 else 1)
-        side = min(side, WINDOWED_SIDE) if has_window else side
+        side = min(side, most) if has_window else side
         if p.mask_tiles is not None:  # a tile does not cross the blocks of the mask
             size = p.mask_tiles.shape[1 + outer]
             side = math.gcd(min(side, size), size)
@@ -168,9 +170,13 @@ class Tiles:
         self.value: Tensor = self.operand(p.value, self.num_keys, self.exists)  # (G, M, Dv)
 
     def operand(self, t: Tensor, rows: int, exists: Tensor | None = None) -> Tensor:  # (B, H, ·, E) → (G, ·, E)
-        """Return a tensor as operand of products: in the compute dtype, padded, and dense where that is faster."""
+        """Return a tensor as operand of products: padded, and dense where that is faster.
+
+        It is in the compute dtype, unless that needs more than ``TILE_BYTES``: then each tile's part is converted.
+        """
         dtype, repeat = self.tiling.dtype, t.shape[0] * t.shape[1] // self.size
-        t = (t if t.shape[2] <= rows else t[:, :, :rows]).to(dtype)
+        t = t if t.shape[2] <= rows else t[:, :, :rows]
+        t = t if t.numel() * dtype.itemsize > TILE_BYTES else t.to(dtype)
         if exists is not None:  # a NaN beyond key_lengths must not enter a product
             t = t.masked_fill(~exists[:, :, : t.shape[2]], 0)
         if t.shape[2] < rows:
@@ -180,10 +186,16 @@ class Tiles:
         return t.contiguous() if has_many_rows or dtype is torch.bfloat16 else t
 
     def rows(self, t: Tensor, i: slice) -> Tensor:  # (G, rep · N, E) → (G, rep · R, E)
-        """Return the rows of queries i of each query head."""
-        if i.stop - i.start == self.tiling.num_queries:
-            return t
-        return t[:, i] if self.repeat == 1 else t.unflatten(1, (self.repeat, -1))[:, :, i].flatten(1, 2)
+        """Return the rows of queries i of each query head, in the compute dtype."""
+        if self.repeat == 1:
+            return self.columns(t, i)
+        if i.stop - i.start < self.tiling.num_queries:
+            t = t.unflatten(1, (self.repeat, -1))[:, :, i].flatten(1, 2)
+        return t.to(self.tiling.dtype)
+
+    def columns(self, t: Tensor, j: slice) -> Tensor:  # (G, M, E) → (G, C, E)
+        """Return the rows of keys j, in the compute dtype."""
+        return t[:, j].to(self.tiling.dtype)
 
     def prepare_logits(self) -> None:
         """Prepare the operands of the logits, scale · Q Kᵀ + b.
@@ -194,7 +206,7 @@ class Tiles:
         p, query, key = self.problem, self.query, self.key
         scale, bias = scale_of(p), p.bias_value()
         if not 2.0**-64 < abs(scale) < 2.0**64:  # b / scale may overflow, and oneDNN does not compute 0 · Q Kᵀ
-            query, scale = query * scale, 1.0
+            query, scale = query.to(self.tiling.dtype) * scale, 1.0
         if self.tiling.dtype is torch.bfloat16:
             if not isinstance(bias, Tensor):
                 bias = query.new_full((1, 1, 1, 1), bias, dtype=torch.float64)  # which may be infinite in float32
@@ -205,7 +217,7 @@ class Tiles:
             query = torch.cat([query, self.operand(columns, self.tiling.num_queries)], -1)
             key = torch.cat([key, key.new_ones(1, 1, 1).expand(*key.shape[:2], 2)], -1)
             bias = 0.0
-        self._logits = query, key, scale, bias.to(query.dtype) if isinstance(bias, Tensor) else bias
+        self._logits = query, key, scale, bias.to(self.tiling.dtype) if isinstance(bias, Tensor) else bias
 
     def loop(self, outer: int) -> list[tuple[slice, list[slice]]]:
         """Return the ranges of the outer loop (0: queries, 1: keys), each with those of the inner loop to compute."""
@@ -254,7 +266,7 @@ class Tiles:
         query, key, scale, _ = self._logits
         # no beta = b: oneDNN compiles a product for each of its values, thus for each length
         alpha = scale / (self.problem.softcap or 1.0)
-        torch.baddbmm(out, self.rows(query, i), key[:, j].mT, beta=0, alpha=alpha, out=out)
+        torch.baddbmm(out, self.rows(query, i), self.columns(key, j).mT, beta=0, alpha=alpha, out=out)
         return out.tanh_() if self.problem.softcap else out
 
     def weights(self, memory: Tensor, i: slice, j: slice) -> Tensor:  # (G, rep · R, C)
