@@ -318,7 +318,8 @@ def write(folder: Path) -> None:
     (folder / "speed.md").write_text(speed_table(speed[0]))
     (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
     (folder / "share.md").write_text(share_table(json.loads((RESULTS / "share-zen1.json").read_text())))
-    (folder / "parts.md").write_text(parts_table(json.loads((RESULTS / "parts-zen1.json").read_text())))
+    parts = [json.loads((RESULTS / f"parts-{processor}.json").read_text()) for processor in ("zen1", "zen3")]
+    (folder / "parts.md").write_text("\n".join(parts_table(report) for report in parts))
     (folder / "memory.md").write_text(memory_table(json.loads((RESULTS / "cpu-memory.json").read_text())))
     (folder / "microtiles.md").write_text(microtiles_table(json.loads((RESULTS / "microtiles.json").read_text())))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
