@@ -22,8 +22,8 @@ from sigattn.ops.reference import alibi
 # measured on CPUs with 1 to 2 MiB of L2 per core (docs/log.md)
 TILE_BYTES = 4 << 20  # of the weights of a tile, of which at most two exist, and of an operand converted as a whole
 LONG_SIDE = 2048  # most keys (in the backward pass, queries) of a tile
-SHORT_SIDE = 256  # least queries (keys) of a tile of several heads
-WINDOWED_SIDE = 128  # most, where a window lets fewer than 2 · LONG_SIDE be seen: smaller tiles skip more of the rest
+SHORT_SIDE = 256  # least queries (keys) of a tile of several heads; most, with a window that shows more keys than below
+WINDOWED_SIDE = 128  # most, if a window shows fewer than 2 · LONG_SIDE keys: smaller tiles skip more of the others
 WHOLE_UP_TO = 540**2  # weights of a head up to which skipping what a window hides gains nothing
 NARROW_FROM = 16, 24**2  # rows and weights of a key head from which bfloat16 products are faster than float32
 DENSE_FROM = 640  # rows from which copying operands that are not dense takes less time than their products lose
@@ -194,7 +194,7 @@ class Tiles:
         return t.to(self.tiling.dtype)
 
     def columns(self, t: Tensor, j: slice) -> Tensor:  # (G, M, E) → (G, C, E)
-        """Return the rows of keys j, in the compute dtype."""
+        """Return rows j of each head, in the compute dtype."""
         return t[:, j].to(self.tiling.dtype)
 
     def prepare_logits(self) -> None:
