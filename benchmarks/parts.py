@@ -119,12 +119,12 @@ def measure(
     # small, so that numbers in the place of weights are finite
     query, key, value, grad_out = (torch.randn(4, 1, config.num_heads, n, config.head_dim) / 8).unbind()
     problem = Problem(query, key, value, right=0 if causal else UNLIMITED)
-    result = calls.forward(problem, None)
+    result = calls.forward(problem, None, {})
     backward = direction == "backward"
 
     def run(variant: calls.Kernels) -> None:
         calls._compiled[torch.float32] = variant
-        calls.backward(problem, grad_out, result, NeedsGrad()) if backward else calls.forward(problem, None)
+        calls.backward(problem, grad_out, result, NeedsGrad(), {}) if backward else calls.forward(problem, None, {})
 
     matrices = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE)
     timed: dict[str, Callable[[], object]] = {name: lambda k=k: run(k) for name, k in kernels.items()}  # type: ignore[misc]

@@ -118,13 +118,13 @@ def _speed_up(interpreter):
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """Seed PyTorch's generator, and forget the warnings given and the launches kept before this test."""
+    """Seed PyTorch's generator, and forget the warnings given and the calls prepared before this test."""
     from sigattn.nn import guide
+    from sigattn.ops import call_cache
 
     _generators.manual_seed(0)
     guide._warned.clear()
-    if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
-        launch_cache.clear()
+    call_cache.clear()
     if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:
         tuning._taken.clear()
     interpreter = sys.modules.get("triton.runtime.interpreter")

@@ -31,9 +31,10 @@ from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
+from sigattn.ops import call_cache
 from sigattn.ops import triton as backend
 from sigattn.ops.hopper import launch as launch_hopper
-from sigattn.ops.triton import kernel_args, launch_cache
+from sigattn.ops.triton import kernel_args
 
 # Shared memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; AMD: LDS).
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64, "gfx1100": 64}
@@ -240,7 +241,7 @@ def gpu(
     nvidia = architecture if isinstance(architecture, int) else 0
     before = drivers._active
     drivers.set_active(standin)
-    launch_cache.clear()
+    call_cache.clear()
     try:
         with (
             mock.patch.object(compiler, "compile", compiler.compile if compiles else standin.pretend_to_compile),
@@ -253,4 +254,4 @@ def gpu(
     finally:
         drivers._active = before
         standin.close()
-        launch_cache.clear()
+        call_cache.clear()

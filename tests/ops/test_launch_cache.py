@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention
+from sigattn.ops import call_cache
 from sigattn.ops.gradients import Result
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
@@ -25,18 +26,11 @@ from tests.ops.cases import device_of, nan_filled_memory, numbers, random_case
 DEVICE = device_of("triton")
 
 
-class CalledBefore(dict):
-    """A cache that takes every call for the second one."""
-
-    def get(self, key):
-        return super().get(key, False)
-
-
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
     """Count the problems that were prepared without the cache; on a GPU also with direct launches."""
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", request.param)
-    monkeypatch.setattr(launch_cache, "_cache", CalledBefore())
+    monkeypatch.setattr(launch_cache, "_NEW", launch_cache._CALLED)  # every call is taken for the second one
     count = []
     for module, name in ((kernel_args, "prepare"), (launch, "decode_arguments")):
         prepare = getattr(module, name)
@@ -81,13 +75,14 @@ def no_op_kernels(monkeypatch):
 
 @pytest.mark.usefixtures("no_op_kernels")
 def test_the_first_call_with_a_key_is_not_stored_and_the_cache_is_bounded(prepared, monkeypatch):
-    monkeypatch.setattr(launch_cache, "_cache", {})
+    monkeypatch.setattr(launch_cache, "_NEW", None)
     for seed, count in enumerate([2, 4, 4]):
         both_passes(*tensors(seed), "triton")
         assert len(prepared) == count
-    monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 3)
-    both_passes(*tensors(0, (1, 1, 1, 16)), "triton")
-    assert len(launch_cache._cache) <= 3
+    monkeypatch.setattr(call_cache, "_MAX_ENTRIES", 3)
+    for n in range(1, 5):
+        both_passes(*tensors(0, (1, 1, n, 16)), "triton")
+    assert len(call_cache._values) <= 3
 
 
 @pytest.mark.usefixtures("no_op_kernels")
@@ -173,10 +168,11 @@ HIDDEN = torch.ones(1, device=DEVICE)
     ids=["number", "branch", "unknown tensor"],
 )
 def test_a_pass_that_depends_on_other_things_is_not_stored(prepared, function):
+    recordings = {}
     for seed in range(3):
         problem = Problem(*(t.detach() for t in tensors(seed)))
-        assert torch.equal(launch_cache.run(function, problem), function(problem))
-    assert list(launch_cache._cache.values()) == [True]
+        assert torch.equal(launch_cache.run(recordings, function, problem), function(problem))
+    assert list(recordings.values()) == [launch_cache._NOT_RECORDED]
 
 
 def test_changes_in_place_are_recorded(prepared):
@@ -190,11 +186,12 @@ def test_changes_in_place_are_recorded(prepared):
         parts = torch.stack([out, p.query.contiguous()]).unbind(0)
         return Result(parts[0], parts[1].sum(-1), p.key.new_full((2,), 3.0))
 
+    recordings = {}
     for seed in range(3):
         problem = Problem(*(t.detach() for t in tensors(seed)))
-        for a, b in zip(launch_cache.run(function, problem), function(problem), strict=True):
+        for a, b in zip(launch_cache.run(recordings, function, problem), function(problem), strict=True):
             assert torch.equal(a, b)
-    assert all(map(callable, launch_cache._cache.values()))
+    assert all(map(callable, recordings.values()))
 
 
 def test_passes_of_threads_are_recorded_apart(prepared):
@@ -211,13 +208,14 @@ def test_passes_of_threads_are_recorded_apart(prepared):
         return out
 
     problems = [Problem(*(t.detach() for t in tensors(n, (1, 1, n, 16)))) for n in (20, 21)]
-    threads = [threading.Thread(target=launch_cache.run, args=(function, problem)) for problem in problems]
+    calls = [({}, function, problem) for problem in problems]
+    threads = [threading.Thread(target=launch_cache.run, args=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for problem in problems:
-        assert torch.equal(launch_cache.run(function, problem), problem.query)  # would wait for the other thread
+    for call in calls:
+        assert torch.equal(launch_cache.run(*call), call[2].query)  # would wait for the other thread
 
 
 RECORDED_IN = {

@@ -110,7 +110,7 @@ def _forward(ring: Ring, problem: Problem) -> Result:
     for owner, (key, value) in ring.parts((problem.key, problem.value)):
         for part, rows, _ in _visible_parts(ring, problem._replace(key=key, value=value), owner):
             of_rows = _of_rows(total, rows)
-            result = DENSE.backends[DENSE.choose(part, ring.backend)].forward(part, None)
+            result = DENSE.forward(part, ring.backend)
             add_parts((of_rows, result), of_rows)
     return total
 
@@ -128,9 +128,7 @@ def _backward(ring: Ring, problem: Problem, grad_out: Tensor, result: Result, ne
     for owner, (key, value) in ring.parts((p.key, p.value)):
         dk, dv = _zeros(key), _zeros(value)
         for part, rows, columns in _visible_parts(ring, p._replace(key=key, value=value), owner):
-            backward = DENSE.backends[DENSE.choose(part, ring.backend)].backward
-            assert backward is not None
-            g = backward(part, grad_out[:, :, rows], _of_rows(result, rows), needs)
+            g = DENSE.backward(part, ring.backend, grad_out[:, :, rows], _of_rows(result, rows), needs)
             for total, gradient in (
                 (select_rows(dq, rows), g.query),
                 (select_rows(dk, columns), g.key),

@@ -71,7 +71,7 @@ def sharded_cache_attention(
         out = KV_CACHE(problem, backend).to(wide)
         dist.all_reduce(out, group=group)
         return out.to(q.dtype)
-    result = KV_CACHE.backends[KV_CACHE.choose(problem, backend)].forward(KV_CACHE.checked(problem), None)
+    result = KV_CACHE.forward(problem, backend)
     sums, lifts = result.row_sums.unbind(-1)
     lift = torch.where(sums == 0, torch.inf, lifts)  # as ``add_parts``
     dist.all_reduce(lift, dist.ReduceOp.MIN, group=group)

@@ -37,9 +37,14 @@ DENSE: Operator[Problem] = Operator(
     _NAME,
     Problem,
     {
-        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda"),
+        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda", prepares=True),
         "llvm": Backend(
-            llvm.forward, llvm.backward, llvm.unavailable, llvm.saved_weights, can_be_default=llvm.can_be_default
+            llvm.forward,
+            llvm.backward,
+            llvm.unavailable,
+            llvm.saved_weights,
+            can_be_default=llvm.can_be_default,
+            prepares=True,
         ),
         "blocked": Backend(blocked.forward, blocked.backward, saved_weights=blocked.saved_weights),
     },
@@ -131,38 +136,38 @@ def sigmoid_attention(
     """
     if not isinstance(query, Tensor) and has_torch_function((query, key, value)):  # type: ignore[unreachable]
         return record(sigmoid_attention, locals())  # type: ignore[unreachable]
+    arguments = (
+        query, key, value, bias, attn_mask, alibi_slopes, key_lengths, dropout_p, None, None, is_causal, scale,
+        enable_gqa, window, query_offset, softcap, normalize, backend,
+    )  # fmt: skip
+    if (known := DENSE.recall(arguments)) is not None:
+        return DENSE.run(*known)
     blocks: dict[str, Any] = {}
     if attn_mask is not None:
         if block_mask.is_block_mask(attn_mask):
             attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
         attn_mask, is_causal, window = mask.resolve(_NAME, attn_mask, is_causal, window, query, key, query_offset)
-    if type(enable_gqa) is not bool:
-        validation.flag(_NAME, "enable_gqa", enable_gqa)  # type: ignore[unreachable]
+    validation.flag(_NAME, "enable_gqa", enable_gqa)
     query, key, value = cast_operands(query, key, value)
-    shape = None
-    if not validation.are_usual(query, key, value):
-        if any(isinstance(t, Tensor) and t.is_nested for t in (query, key, value)):
-            nested.check(query, key, value, attn_mask, key_lengths, query_offset)
-            return _on_nested(
-                query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize,
-                backend=backend,
-            )  # fmt: skip
-        query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = broadcasting.flatten(
-            query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa
-        )
+    if any(isinstance(t, Tensor) and t.is_nested for t in (query, key, value)):
+        nested.check(query, key, value, attn_mask, key_lengths, query_offset)
+        return _on_nested(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
+            window=window, alibi_slopes=alibi_slopes, softcap=softcap, normalize=normalize, backend=backend,
+        )  # fmt: skip
+    query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = broadcasting.flatten(
+        query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa
+    )
     batch, heads, n, _ = query.shape
     options = validation.options(
         _NAME, query, (batch, heads, n, 1), (batch, heads, n, key.shape[2]), key=key, attn_mask=attn_mask,
         dropout_p=dropout_p, is_causal=is_causal, scale=scale, bias=bias, window=window, alibi_slopes=alibi_slopes,
         key_lengths=key_lengths, softcap=softcap, normalize=normalize,
     )  # fmt: skip
-    if type(query_offset) is not int or query_offset:
-        query_offset = validation.position(_NAME, "query_offset", query_offset)
-    if backend is not None:
-        validation.choice(_NAME, "backend", backend, BACKENDS)
+    query_offset = validation.position(_NAME, "query_offset", query_offset)
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = make_problem(Problem, query, key, value, query_offset=query_offset, **blocks, **options)
-    out = DENSE(problem, backend)
+    out = DENSE(problem, backend, arguments)
     return out if shape is None else out.reshape(shape)
 
 

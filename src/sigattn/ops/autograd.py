@@ -8,11 +8,10 @@ forward-mode tangent of zero without an error.
 
 import contextlib
 import functools
-import operator
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,50 +36,9 @@ def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
-class Op(NamedTuple):
-    """A registered op, and its kernel for the key "CompositeExplicitAutograd"."""
-
-    overload: OpOverload
-    kernel: Callable[..., Any]
-
-
-_DEVICES_ALONE = {
-    torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-}
-
-
-def below_autograd(op: Op, keyset: torch._C.DispatchKeySet) -> Callable[..., Any]:
-    """Return what an op's kernel for the key "Autograd" calls, within ``torch._C._AutoDispatchBelowAutograd``.
-
-    If only the device's key is left, that is the kernel that the dispatcher would call (saves 10 to 20 µs).
-    """
-    below = keyset & torch._C._after_autograd_keyset
-    return op.kernel if below.raw_repr() in _DEVICES_ALONE else functools.partial(op.overload.redispatch, below)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_USUAL_NAMES = ["CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"]
-_USUAL_NAMES += [name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast")]
-_USUAL_KEYS: int = functools.reduce(
-    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in _USUAL_NAMES)
-)
-
-
-def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if the dispatcher would only call an op's kernels with these tensors (its call takes 30 µs).
-
-    That is: no mode, transform, tracer or profiler is active, and no tensor is of a kind (a subclass, a negative view,
-    …) that it treats in its own way.
-    """
-    if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
-        return False
-    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
-    for t in tensors:
-        if t is not None:
-            if type(t) not in _PLAIN:
-                return False
-            keys |= torch._C._dispatch_keys(t).raw_repr()
-    return not keys & ~_USUAL_KEYS
+def below_autograd(op: OpOverload, keyset: torch._C.DispatchKeySet) -> Callable[..., Any]:
+    """Return what an op's kernel for the key "Autograd" calls, within ``torch._C._AutoDispatchBelowAutograd``."""
+    return functools.partial(op.redispatch, keyset & torch._C._after_autograd_keyset)
 
 
 def recording() -> contextlib.AbstractContextManager[Any]:
@@ -91,20 +49,18 @@ def recording() -> contextlib.AbstractContextManager[Any]:
 
 def node(
     name: str,
-    op: Op,
     setup: Callable[[Any, tuple[Any, ...], Sequence[Any], Any], Any],
     derivative: Callable[..., Sequence[Tensor | None]],
 ) -> Any:
     """Return the class of nodes of autograd's graph that stand for calls of an op.
 
-    ``apply`` takes the key set (None if it ``can_bypass_dispatcher``), the op's other arguments, and its leading
+    ``apply`` takes what it calls, the op's kernel or ``below_autograd``, the op's other arguments, and its leading
     tensors. ``setup`` saves what the derivative needs, given the context, the tensors, the other arguments and the
     result, and returns the result of the call; ``derivative`` returns the gradients of the tensors, given the context
     and those of the outputs.
     """
 
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet | None, rest: Sequence[Any], *tensors: Any) -> Any:
-        call = op.kernel if keyset is None else below_autograd(op, keyset)
+    def forward(ctx: Any, call: Callable[..., Any], rest: Sequence[Any], *tensors: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             if torch._C._are_functorch_transforms_active():
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # the next level records the op, too
@@ -122,12 +78,12 @@ def node(
     return types.new_class(name, (_SingleLevelFunction,), exec_body=lambda namespace: namespace.update(methods))
 
 
-def register_without(library: torch.library.Library, op: Op, name: str) -> None:
+def register_without(library: torch.library.Library, op: OpOverload, name: str) -> None:
     """Register an op without a derivative: called with a tensor that requires a gradient, it raises RuntimeError."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if exporting_to_onnx():
-            refuse_onnx(str(op.overload))
+            refuse_onnx(str(op))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if needs_grad(tensors):
@@ -135,7 +91,7 @@ def register_without(library: torch.library.Library, op: Op, name: str) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return below_autograd(op, keyset)(*args)
 
-    library.impl(op.overload, kernel, "Autograd", with_keyset=True)
+    library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:

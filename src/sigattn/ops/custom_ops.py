@@ -7,16 +7,19 @@ checkpoints and hooks apply to it:
 
     public function → Operator.__call__ → op → Operator._autograd → Operator._forward → Backend.forward
 
-Without anything between an op and its kernel, ``Operator.__call__`` calls that itself.
+Without anything between an op and its kernel, ``Operator.__call__`` calls that itself. A later call with the same
+signature (``call_cache``) is neither validated nor prepared:
+
+    public function → Operator.run → Operator._forward → Backend.forward
 """
 
 import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +29,9 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
-from sigattn.ops import autograd, settings, vmap
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved, without_saved
-from sigattn.ops.problem import P, Problem, new_result
+from sigattn.ops import autograd, call_cache, settings, vmap
+from sigattn.ops.gradients import Gradients, NeedsGrad, Prepared, Result, Saved, without_saved
+from sigattn.ops.problem import P, Problem, is_canonical_form, new_result, with_canonical_forms
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -56,13 +59,13 @@ FLOP_FORMULAS: dict[OpOverloadPacket, Callable[..., int]] = {}
 class Backend(Generic[P]):
     """Implementation of an operator."""
 
-    # returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of rows; the
-    # second argument is what ``saved_weights`` returned (None: no weights are saved)
-    forward: Callable[[P, Saved | None], Result]
-    # returns the gradients that are needed, given the gradient of the output and the result of the forward pass: the
-    # weights if they were saved, the output if the problem normalises. The gradients of query, key and value have the
-    # strides of ``torch.empty_like``, others are contiguous. None without gradients
-    backward: Callable[[P, Tensor, Result, NeedsGrad], Gradients] | None = None
+    # returns the output of a problem, with the strides of ``new_output``, the saved weights and the sums of rows, given
+    # a problem and what ``saved_weights`` returned (None: no weights are saved)
+    forward: Callable[..., Result]
+    # returns the gradients, given a problem, the gradient of the output, the result of the forward pass (the weights if
+    # they were saved, the output if the problem normalises), and ``NeedsGrad``. The gradients of query, key and value
+    # have the strides of ``torch.empty_like``, others are contiguous. None without gradients
+    backward: Callable[..., Gradients] | None = None
     # returns the reason why a problem is not supported, or None; it must not read the values of tensors, because it is
     # called outside the op, where a compiler may be tracing
     unavailable: Callable[[P], str | None] = lambda _: None
@@ -70,6 +73,21 @@ class Backend(Generic[P]):
     device_type: str | None = None  # on which the backend can be the default; None for all
     # returns False for problems that the backend supports without being the default
     can_be_default: Callable[[P], bool] = lambda _: True
+    # True if both take one more argument, a dict for what they prepare: that of the call's signature, of which a bias
+    # that is a number is a part
+    prepares: bool = False
+
+    def own(self, prepared: Prepared | None) -> list[Prepared]:
+        """Return the last arguments of both functions, given what was prepared for a signature; None without one."""
+        return [{} if prepared is None else prepared] if self.prepares else []
+
+
+class Known(NamedTuple):
+    """What was found for the calls of a signature."""
+
+    forward: Callable[..., Result]  # the op's kernel
+    options: tuple[Any, ...]  # its arguments after the tensors
+    needs_grad: bool
 
 
 class Operator(Generic[P]):
@@ -111,14 +129,14 @@ class Operator(Generic[P]):
         types = {field: kind.__forward_arg__ for field, kind in problem_type.__annotations__.items()}
         fields = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items())
         self.num_tensors: int = sum("Tensor" in kind for kind in types.values())
+        self._bias = problem_type._fields.index("bias")
         outputs = ", ".join(["Tensor"] * _NUM_RESULTS)
         self.forward_op: Any = self._define(
-            f"{name}_forward", f"({fields}, str backend, bool save) -> ({outputs})", self._forward,
+            f"{name}_forward", f"({fields}, str backend, bool save) -> ({outputs})", self._forward_kernel,
             self._fake_forward, vmap_rules[0], self._forward_flops,
         )  # fmt: skip
-        self._forward_kernel = autograd.Op(self.forward_op, self._forward)
         if formula is None:
-            autograd.register_without(library, self._forward_kernel, function)
+            autograd.register_without(library, self.forward_op, function)
             return
         saved = ", ".join(f"Tensor {name}" for name in Result._fields)
         results = ", ".join(["Tensor"] * _NUM_GRADIENTS)
@@ -127,13 +145,10 @@ class Operator(Generic[P]):
             f"(Tensor grad_out, {saved}, {fields}, str backend, bool[] needs_grad) -> ({results})",
             self._backward, self._fake_backward, vmap_rules[1], self._backward_flops,
         )  # fmt: skip
-        self._backward_kernel = autograd.Op(self.backward_op, self._backward)
         library.impl(self.forward_op, self._autograd, "Autograd", with_keyset=True)
         library.impl(self.backward_op, self._autograd_of_backward, "Autograd", with_keyset=True)
-        self._node = autograd.node("SigmoidAttention", self._forward_kernel, _save, self._gradients)
-        self._backward_node = autograd.node(
-            "SigmoidAttentionGradient", self._backward_kernel, _save_gradient, self._second_gradients
-        )
+        self._node = autograd.node("SigmoidAttention", _save, self._gradients)
+        self._backward_node = autograd.node("SigmoidAttentionGradient", _save_gradient, self._second_gradients)
 
     @staticmethod
     def _define(name: str, schema: str, kernel: Any, fake: Any, vmap_rule: vmap.Rule, num_flops: Any) -> Any:
@@ -149,20 +164,79 @@ class Operator(Generic[P]):
         FLOP_FORMULAS[op.overloadpacket] = num_flops
         return op
 
-    def __call__(self, problem: P, backend: str | None) -> Tensor:
-        """Return the output of a problem; raise ValueError if ``backend`` does not support it."""
+    def recall(self, arguments: tuple[Any, ...]) -> tuple[Known, Iterable[Any]] | None:
+        """Return what is known of a call of the public function, and its tensors, for ``run``; None if it is not known.
+
+        arguments: first those that become the problem's tensors, for the seed dropout_p; then the others.
+        """
+        known = None if call_cache.is_observed() else call_cache.get(self._signature(arguments))
+        if known is None:
+            return None
+        fields = dict(zip(self.problem_type._fields, arguments[: self.num_tensors], strict=False))
+        return known, with_canonical_forms(fields).values()
+
+    def run(self, known: Known, tensors: Iterable[Any]) -> Tensor:
+        """Return the output of a call, without PyTorch's dispatcher."""
+        if known.needs_grad:
+            return self._node.apply(known.forward, known.options, *tensors)[0]
+        with torch._C._AutoDispatchBelowAutograd():
+            return known.forward(*tensors, *known.options).out
+
+    def __call__(self, problem: P, backend: str | None, arguments: tuple[Any, ...] = ()) -> Tensor:
+        """Return the output of a problem; raise ValueError if ``backend`` does not support it.
+
+        arguments: as in ``recall``, which then knows the call if it can be known.
+        """
         backend = self.choose(problem, backend)
         tensors: tuple[Any, ...] = problem[: self.num_tensors]
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             if backend == "reference" and self.traced_formula is not None:
                 return self.traced_formula(*problem)  # PyTorch's operators in the graph, not the op
-        elif backend != "reference" and autograd.can_bypass_dispatcher(tensors):
-            if not autograd.needs_grad(tensors):
-                with torch._C._AutoDispatchBelowAutograd():
-                    return self._forward(*problem, backend, False).out
-            if self.formula is not None:
-                return self._node.apply(None, (*problem[self.num_tensors :], backend, True), *tensors)[0]
+        elif backend != "reference" and not call_cache.is_observed():
+            needs_grad = autograd.needs_grad(tensors)
+            options = (*problem[self.num_tensors :], backend, needs_grad)
+            prepared = self._prepared_for((*tensors, *options[:-1]))
+            if prepared is not None and not (needs_grad and self.formula is None):
+                known = Known(functools.partial(self._forward, prepared), options, needs_grad)
+                if arguments and is_canonical_form(problem, arguments[: self.num_tensors]):
+                    call_cache.store(self._signature(arguments), known)
+                return self.run(known, tensors)
         return self.forward_op(*problem, backend, False)[0]
+
+    def _signature(self, arguments: tuple[Any, ...]) -> Hashable:
+        """Return the signature of a call of the public function; None if it has none."""
+        tensors, others = arguments[: self.num_tensors], arguments[self.num_tensors :]
+        return call_cache.public_signature(self.function, tensors, others)
+
+    def forward(self, problem: P, backend: str | None) -> Result:
+        """Return the result of a problem, the sums of its rows included, without a node in autograd's graph."""
+        backend = self.choose(problem, backend)
+        own = self.backends[backend].own(self._prepared_for((*problem, backend)))
+        return self.backends[backend].forward(self.checked(problem), None, *own)
+
+    def backward(
+        self, problem: P, backend: str | None, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
+    ) -> Gradients:
+        """Return the gradients of a problem, given the result of ``forward``."""
+        args = (grad_out, *result, *problem, self.choose(problem, backend))
+        return self._compute_gradients(self._prepared_for((*args, *needs_grad), 1 + _NUM_RESULTS), *args, needs_grad)
+
+    def _prepared_for(self, args: Sequence[Any], num_before: int = 0) -> Prepared | None:
+        """Return what was prepared for an op's arguments, a new dict for new ones; None if they have no signature.
+
+        args: without ``save``. num_before: number of tensors before those of the problem.
+        """
+        bias, num_tensors = num_before + self._bias, num_before + self.num_tensors
+        tensors = args[:num_tensors]
+        if args[bias] is not None and not args[bias].dim():  # a number
+            tensors = (*args[:bias], args[bias].item(), *args[bias + 1 : num_tensors])
+        key = call_cache.signature(f"{self.function} {num_before}", tensors, args[num_tensors:])
+        if key is None:
+            return None
+        prepared: Prepared | None = call_cache.get(key)
+        if prepared is None:
+            call_cache.store(key, prepared := {})
+        return prepared
 
     def choose(self, problem: P, backend: str | None) -> str:
         """Return ``backend`` or that of the context, else the fastest; raise ValueError if it lacks support."""
@@ -194,7 +268,7 @@ class Operator(Generic[P]):
                 raise RuntimeError(f"{self.function} with dropout cannot be exported to ONNX: call eval() first")
             return without_saved(self.traced_formula(*fields))
         if backend == "reference":  # its operators are recorded
-            return self._forward(*args)
+            return self._forward(None, *args)
         tensors = args[: self.num_tensors]
         if type(args[0]) is not Tensor and self.problem_type is Problem and "torch.distributed.tensor" in sys.modules:
             from sigattn.ops import sharding
@@ -204,17 +278,21 @@ class Operator(Generic[P]):
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
             with torch._C._AutoDispatchBelowAutograd():
-                return autograd.below_autograd(self._forward_kernel, keyset)(*args[:-1], False)
+                return autograd.below_autograd(self.forward_op, keyset)(*args[:-1], False)
         save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
         with autograd.recording():
-            return self._node.apply(keyset, (*args[self.num_tensors : -1], save), *tensors)
+            call = autograd.below_autograd(self.forward_op, keyset)
+            return self._node.apply(call, (*args[self.num_tensors : -1], save), *tensors)
 
-    def _forward(self, *args: Any) -> Result:
+    def _forward_kernel(self, *args: Any) -> Result:
+        return self._forward(self._prepared_for(args[:-1]), *args)
+
+    def _forward(self, prepared: Prepared | None, *args: Any) -> Result:
         *fields, backend, save = args
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
         saved = implementation.saved_weights(problem) if save else None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            result = implementation.forward(problem, saved)
+            result = implementation.forward(problem, saved, *implementation.own(prepared))
         if result.row_sums.numel() and self.formula is None:  # needed by the backward pass only
             return result._replace(row_sums=result.row_sums.new_empty(0))
         return result
@@ -229,31 +307,36 @@ class Operator(Generic[P]):
     def _gradients(self, ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return (None,) * self.num_tensors
-        needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])
-        tensors = (grad_out, *ctx.saved_tensors)
-        if not torch.is_grad_enabled() and autograd.can_bypass_dispatcher(tensors):
+        needs_grad = ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS]
+        args = (grad_out, *ctx.saved_tensors, *ctx.rest)
+        prepared = None
+        if not torch.is_grad_enabled() and not call_cache.is_observed():
+            prepared = self._prepared_for((*args, *needs_grad), 1 + _NUM_RESULTS)
+        if prepared is not None:
             with torch._C._AutoDispatchBelowAutograd():
-                gradients: Any = self._compute_gradients(*tensors, *ctx.rest, needs_grad)
+                gradients: Any = self._compute_gradients(prepared, *args, needs_grad)
         else:
-            gradients = self.backward_op(*tensors, *ctx.rest, needs_grad)
+            gradients = self.backward_op(*args, needs_grad)
         needed = (g if is_needed else None for g, is_needed in zip(gradients, needs_grad, strict=True))
         return (*needed, *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
     # -- the backward op ------------------------------------------------------------------------------------------
 
     def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        gradients = self._compute_gradients(grad_out, *args)
+        prepared = self._prepared_for((grad_out, *args[:-1], *args[-1]), 1 + _NUM_RESULTS)
+        gradients = self._compute_gradients(prepared, grad_out, *args)
         # an empty tensor stands for a gradient that is not needed, because ops cannot return None
         return tuple([grad_out.new_empty(0) if g is None else g for g in gradients])
 
-    def _compute_gradients(self, grad_out: Tensor, *args: Any) -> Gradients:
+    def _compute_gradients(self, prepared: Prepared | None, grad_out: Tensor, *args: Any) -> Gradients:
         result, (*fields, backend, needs_grad) = Result(*args[:_NUM_RESULTS]), args[_NUM_RESULTS:]
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
         assert implementation.backward is not None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             if problem.normalize and result.row_sums.dim() == 1:  # a transform's level below has not returned them
-                result = implementation.forward(problem, None)
-            return implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad))
+                result = self._forward(None, *fields, backend, False)
+            own = implementation.own(prepared)
+            return implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad), *own)
 
     def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *fields, _, needs_grad = args[_NUM_RESULTS:]
@@ -271,9 +354,10 @@ class Operator(Generic[P]):
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
             with torch._C._AutoDispatchBelowAutograd():
-                return autograd.below_autograd(self._backward_kernel, keyset)(*args)
+                return autograd.below_autograd(self.backward_op, keyset)(*args)
         with autograd.recording():
-            return self._backward_node.apply(keyset, args[num_tensors:], *tensors)
+            call = autograd.below_autograd(self.backward_op, keyset)
+            return self._backward_node.apply(call, args[num_tensors:], *tensors)
 
     def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""

@@ -1,11 +1,13 @@
 """Results of forward passes, and arguments and results of backward passes."""
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Saved = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of the weights that a forward pass saves
+Prepared = dict[Hashable, Any]  # what a backend keeps for the passes with a signature (``call_cache``)
 
 
 class Result(NamedTuple):

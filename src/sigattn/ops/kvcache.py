@@ -58,7 +58,7 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
     _NAME,
     KVCacheProblem,
     {
-        "triton": Backend(triton.kvcache_forward, unavailable=triton.unavailable, device_type="cuda"),
+        "triton": Backend(triton.kvcache_forward, unavailable=triton.unavailable, device_type="cuda", prepares=True),
         "llvm": Backend(llvm.kvcache_forward, unavailable=llvm.unavailable, can_be_default=llvm.kvcache_can_be_default),
         "blocked": Backend(blocked.kvcache_forward),
         "reference": Backend(reference.kvcache_attention),
@@ -110,7 +110,7 @@ library.define(
 library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::append_to_cache", lambda *_: None, lib=library)
 append_to_cache = torch.ops.sigattn.append_to_cache.default
-autograd.register_without(library, autograd.Op(append_to_cache, _append), "sigattn::append_to_cache")
+autograd.register_without(library, append_to_cache, "sigattn::append_to_cache")
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
@@ -183,7 +183,13 @@ def sigmoid_kvcache_attention(
     """
     if not isinstance(query, Tensor) and has_torch_function((query, key_cache, value_cache)):  # type: ignore[unreachable]
         return record(sigmoid_kvcache_attention, locals())  # type: ignore[unreachable]
-    if key is None:
+    arguments = (
+        query, key_cache, value_cache, cache_seqlens, bias, attn_mask, alibi_slopes, left_padding, block_table, None,
+        is_causal, scale, enable_gqa, window, softcap, normalize, num_splits, backend,
+    )  # fmt: skip
+    if key is None and value is None:
+        if (known := KV_CACHE.recall(arguments)) is not None:
+            return KV_CACHE.run(*known)
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     validation.cache(
         _NAME, query=query, key_cache=key_cache, value_cache=value_cache, key=key, value=value, block_table=block_table,
@@ -214,7 +220,7 @@ def sigmoid_kvcache_attention(
         KVCacheProblem, query, key_cache, value_cache, seqlens=seqlens, left_padding=left_padding,
         block_table=block_table, num_splits=num_splits, **options,
     )  # fmt: skip
-    return KV_CACHE(problem, backend)
+    return KV_CACHE(problem, backend, arguments if key is None else ())
 
 
 def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, default: int | None) -> Tensor:  # (B,)

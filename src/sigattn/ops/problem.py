@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -393,17 +393,26 @@ def make_problem(
     for name, field in fields.items():
         if isinstance(field, Tensor):
             fields[name] = as_index(field)
+    fields |= {"query": query, "key": key, "value": value}
+    fields |= {"bias": bias, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
     if kind is not KVCacheProblem:  # has neither dropout nor a gradient
-        fields["seed"] = new_seed(query.device) if dropout_p else None
-        fields["dropout_p"] = dropout_p
+        fields |= {"seed": dropout_p, "dropout_p": dropout_p}
         fields["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
-    return kind(
-        query=query, key=key, value=value,
-        bias=None if bias is None else bias_tensor(bias, query),  # type: ignore[arg-type]  # KVCacheProblem requires one
-        attn_mask=None if attn_mask is None else at_least(attn_mask, 4),
-        alibi_slopes=None if alibi_slopes is None else two_sided_slopes(alibi_slopes),
-        left=left, right=right, fast=precision == "fast", **fields,
-    )  # fmt: skip
+    return kind(**with_canonical_forms(fields), left=left, right=right, fast=precision == "fast")
+
+
+def with_canonical_forms(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a problem, given them as arguments of a call; for the seed, the dropout_p."""
+    for name, form in _FORMS.items():
+        if fields.get(name) is not None:
+            fields[name] = form(fields[name], fields["query"])
+    return fields
+
+
+def is_canonical_form(problem: P, given: Sequence[Any]) -> bool:
+    """Return True if a problem's first fields have the canonical forms of arguments; False if some were cast, say."""
+    fields = zip(problem._fields, given, problem, strict=False)
+    return all(argument is field or name in _FORMS for name, argument, field in fields)
 
 
 def cast_operands(*operands: Any) -> tuple[Any, ...]:
@@ -471,3 +480,11 @@ def two_sided_slopes(slopes: Tensor | None) -> Tensor | None:  # (B or 1, Hq, 2)
         return slopes
     slopes = at_least(slopes, 2)
     return slopes.unsqueeze(-1).expand(*slopes.shape, 2)
+
+
+_FORMS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
+    "bias": bias_tensor,
+    "attn_mask": lambda mask, _: at_least(mask, 4),
+    "alibi_slopes": lambda slopes, _: two_sided_slopes(slopes),
+    "seed": lambda dropout_p, query: new_seed(query.device) if dropout_p else None,
+}

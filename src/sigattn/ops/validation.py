@@ -80,33 +80,13 @@ def tensors(caller: str, **arguments: Any) -> None:
         raise_error(caller, ValueError, f"{all_of_them} must be on one device: move with .to(device)", **arguments)
 
 
-def are_usual(query: Any, key: Any, value: Any) -> bool:
-    """Return True for dense (B, H, N, D), (B, H, M, D) and (B, H, M, Dv) that fit: no other check is needed (5 µs)."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        return False
-    if torch.compiler.is_compiling() or query.is_nested or key.is_nested or value.is_nested:
-        return False
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
-    return (
-        len(of_query) == len(of_key) == len(of_value) == 4
-        and of_query[:2] == of_key[:2]
-        and of_query[3] == of_key[3]
-        and of_key[:3] == of_value[:3]
-        and query.dtype is key.dtype is value.dtype
-        and query.dtype in _DTYPES
-        and query.device == key.device == value.device
-        and query.layout is key.layout is value.layout is torch.strided
-    )
-
-
 def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **arguments: Any) -> None:
     """Raise unless query, key and value, by their names in the call, have the dimensions of a layout and fit together.
 
     All have the same "batch", if the layout names it first; key and value differ in the last dimension only.
     """
     tensors(caller, **arguments)
-    if type(enable_gqa) is not bool:
-        flag(caller, "enable_gqa", enable_gqa)
+    flag(caller, "enable_gqa", enable_gqa)
     (q, query), (k, key), (v, value) = arguments.items()
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     dimension = layout.index("heads")
@@ -181,10 +161,8 @@ def options(
     A bias broadcasts to bias_target, (B, Hq, N or 1, 1), a mask to mask_target (None for any size), whose dimensions
     are mask_layout. The key is for advice on the layout of the operands.
     """
-    if type(is_causal) is not bool:
-        flag(caller, "is_causal", is_causal)
-    if type(normalize) is not bool:
-        flag(caller, "normalize", normalize)
+    flag(caller, "is_causal", is_causal)
+    flag(caller, "normalize", normalize)
     given: dict[str, Any] = {"is_causal": is_causal, "normalize": normalize}
     if attn_mask is not None:
         mask(caller, attn_mask, query, mask_target, mask_layout, key=key)
@@ -209,16 +187,14 @@ def numbers(
     scale_name: str = "scale", window_name: str = "window",
 ) -> tuple[float, float | None, tuple[int, int] | None, float]:  # fmt: skip
     """Return dropout_p, scale, window and softcap as Python's own numbers; raise unless they are in their ranges."""
-    if type(dropout_p) is not float:
-        dropout_p = scalars.real(caller, "dropout_p", dropout_p)
+    dropout_p = scalars.real(caller, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
     if scale is not None:
         scale = scalars.real(caller, scale_name, scale)
         if scale != scale:
             raise ValueError(f"{caller}: {scale_name} is NaN")
-    if type(softcap) is not float:
-        softcap = scalars.real(caller, "softcap", softcap)
+    softcap = scalars.real(caller, "softcap", softcap)
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {softcap!r}")
     return dropout_p, scale, None if window is None else _window(caller, window_name, window), softcap
@@ -227,9 +203,7 @@ def numbers(
 def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"{caller}: {name} must be a pair (left, right), got {window!r}")
-    left, right = window
-    if type(left) is not int or type(right) is not int:
-        left, right = (scalars.integer(caller, f"each side of {name}", side) for side in window)
+    left, right = (scalars.integer(caller, f"each side of {name}", side) for side in window)
     if left < -1 or right < -1:
         raise ValueError(
             f"{caller}: the sides of {name} must be at least 0, or -1 for unlimited, got {tuple(window)!r}"

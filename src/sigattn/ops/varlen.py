@@ -60,7 +60,7 @@ VARLEN: Operator[VarlenProblem] = Operator(
     _NAME,
     VarlenProblem,
     {
-        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda"),
+        "triton": Backend(triton.forward, triton.backward, triton.unavailable, device_type="cuda", prepares=True),
         "llvm": Backend(
             llvm.varlen_forward, llvm.varlen_backward, llvm.unavailable, can_be_default=llvm.can_be_default
         ),
@@ -135,6 +135,12 @@ def sigmoid_varlen_attention(
     """
     if not isinstance(query, Tensor) and has_torch_function((query, key, value)):  # type: ignore[unreachable]
         return record(sigmoid_varlen_attention, locals())  # type: ignore[unreachable]
+    arguments = (
+        query, key, value, bias, attn_mask, alibi_slopes, cu_seq_q, cu_seq_k, dropout_p, max_q, max_k, scale, window,
+        enable_gqa, is_causal, softcap, normalize, backend,
+    )  # fmt: skip
+    if (known := VARLEN.recall(arguments)) is not None:
+        return VARLEN.run(*known)
     query, key, value = cast_operands(query, key, value)
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, query=query, key=key, value=value)
     validation.sequence_offsets(_NAME, query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
@@ -150,7 +156,7 @@ def sigmoid_varlen_attention(
         VarlenProblem, query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q,
         max_seqlen_k=max_k, **options,
     )  # fmt: skip
-    return VARLEN(problem, backend)
+    return VARLEN(problem, backend, arguments)
 
 
 def mask_target(batch: int, heads: int, max_q: int, max_k: int) -> tuple[int | None, ...]:

@@ -13,7 +13,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks import machine_code
-from sigattn.ops.triton import launch_cache, tuning
+from sigattn.ops import call_cache
+from sigattn.ops.triton import tuning
 from tests.ops import calls, standin_driver
 from tests.ops.calls import Call
 
@@ -141,7 +142,7 @@ def test_a_direct_launch_passes_what_triton_passes(architecture, call, settings,
             fewest = 2
         assert fewest <= len(expected) <= 4
         monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
-        launch_cache.clear()
+        call_cache.clear()
         for made_before in range(3):
             if made_before == 2:  # seen and kept: Triton no longer inspects the arguments
                 monkeypatch.setattr(JITFunction, "run", lambda *_, **__: pytest.fail("launched through Triton"))

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks import gpu, tune
 from benchmarks.inputs import random_inputs
+from sigattn.ops import call_cache
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, launch_cache, tuning
+from sigattn.ops.triton import launch, tuning
 from sigattn.ops.triton.args import Options, padded_head_dim
 from tests.ops import standin_driver
 from tests.ops.calls import Call
@@ -71,7 +72,7 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
         assert tried > 1
-        launch_cache.clear()
+        call_cache.clear()
         launch.forward(problem(n=300))  # a warning would be an error
         assert shape(launched[1]) == shape(one)
         assert len(launched[0].function.device_caches[one.device][0]) == tried

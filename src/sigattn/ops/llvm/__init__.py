@@ -37,7 +37,7 @@ _FAST = {
 
 
 def _attend(problem: Problem, result: Result) -> None:
-    forward(problem, None, result)
+    forward(problem, None, {}, result)
 
 
 varlen_forward = functools.partial(packed.varlen_forward, _attend)

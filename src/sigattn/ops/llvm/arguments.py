@@ -50,6 +50,7 @@ class KernelArguments(Structure):
         ("keep_scale", c_float),  # factor of the weights that dropout keeps
         ("saves", c_int64),  # 1 if the forward pass writes ``weights``, or the backward pass reads them
         ("normalizes", c_int64),  # 1 if the forward pass divides each row by the sum of its weights
+        ("has_small_sum", c_float),  # becomes 1 if a sum is below SMALLEST_SUM; ``small_sum`` points here
         ("zero", c_float),  # 0, to which ``row_terms`` points if there are none
         ("mask_itemsize", c_int64),  # 1 for a mask of bool, 4 for float32, 0 for none
         # tensors
@@ -82,7 +83,7 @@ class KernelArguments(Structure):
         ("grad_value_sums", c_void_p),  # (B, Hkv, M, value_dim), else (W, tile, value_dim)
         ("score_sums", c_void_p),  # float32, (splits, B, H, N, 3)
         ("weight_sums", c_void_p),  # float32, (B, H, N, 2): sum of each row's weights, and its lift, 0
-        ("small_sum", c_void_p),  # float32, becomes 1 if a sum is below SMALLEST_SUM
+        ("small_sum", c_void_p),  # ``has_small_sum``
         ("row_hashes", c_void_p),  # of dropout, int32, (B, H, N)
         ("column_hashes", c_void_p),  # of dropout, int32, (tiles of M)
         ("weights", c_void_p),  # saved, (B, H, N, tiles of M); only where windows let a query see a key

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from sigattn.ops import normalization
 from sigattn.ops.dropout import column_hashes, keep_scale, row_hashes, threshold
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Prepared, Result, Saved
 from sigattn.ops.llvm.arguments import FORWARD_ROWS, KernelArguments, Strided
 from sigattn.ops.llvm.plan import make_plan, round_up
 from sigattn.ops.problem import Problem, keep_memory_warm, new_result
@@ -31,6 +32,12 @@ _ONE_ALLOCATION = 4 << 20
 _BIAS_VALUE: int = KernelArguments.bias_value.offset
 _M: int = KernelArguments.m.offset
 _ZERO: int = KernelArguments.zero.offset
+_HAS_SMALL_SUM: int = KernelArguments.has_small_sum.offset
+# fields of the tensors that a pass is given
+_PROBLEM = ("query", "key", "value", "bias", "mask", "slopes", "lengths")
+_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+_FORWARD = (*_PROBLEM, "out", "weights", "weight_sums")
+_BACKWARD = (*_PROBLEM, "grad_out", "weights", "row_terms", *_GRADIENTS)
 
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
@@ -55,51 +62,56 @@ def saved_weights(p: Problem) -> Saved | None:
 
 
 def forward(
-    p: Problem, saved: Saved | None, result: Result | None = None, small_sum: ctypes.c_float | None = None
-) -> Result:
+    p: Problem, saved: Saved | None, prepared: Prepared, result: Result | None = None,
+    small_sums: list[bool] | None = None,
+) -> Result:  # fmt: skip
     """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``).
 
-    With ``small_sum`` no row is lifted, and it becomes 1 if a row's sum is below ``SMALLEST_SUM``.
+    prepared: the arguments of an earlier pass with the same signature, if there was one. With ``small_sums`` no row is
+    lifted, and it is appended whether a row's sum is below ``SMALLEST_SUM``.
     """
-    (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
     if result is None:
-        result = new_result(p.query, dv, p.normalize, saved)
-    if not result.out.numel() or not m:
+        result = new_result(p.query, p.value.shape[3], p.normalize, saved)
+    if not result.out.numel() or not p.key.shape[2]:
         result.out.zero_()
         result.row_sums.zero_()
         return result
-    if p.normalize and small_sum is None:
-        normalization.compute(p, result.row_sums, functools.partial(_has_small_sum, result=result))
+    if p.normalize and small_sums is None:
+        compute = functools.partial(_has_small_sum, unlifted=p, result=result, prepared=prepared)
+        normalization.compute(p, result.row_sums, compute)
         return result
-    out, weights, row_sums = result
-    call = _Call(p, kernels(p.query.dtype))
-    call.set_operands(query=p.query, key=p.key, value=p.value)
+    (batch, heads, n, _), kv_heads = p.query.shape, p.key.shape[1]
+    call, is_new = _Call.of(prepared, p, _FORWARD, (*p[:7], *result))
+    if is_new:
+        call.set_operands(query=p.query, key=p.key, value=p.value)
+        call.set_result("out", result.out)
+        if result.weights.numel():
+            call.args.saves = 1
+            call.set("weights", result.weights)
+        if p.normalize:
+            call.args.normalizes = 1
+            call.set("weight_sums", result.row_sums.contiguous())  # those of a packed sequence are not
     call.allocate(call.plan.forward)
-    target = call.set_result("out", out)
-    if weights.numel():
-        call.args.saves, call.args.weights = 1, weights.data_ptr()
-    sums = row_sums.contiguous()  # those of a packed sequence are not
-    if small_sum is not None:
-        call.args.normalizes, call.args.weight_sums = 1, sums.data_ptr()
-        call.args.small_sum = ctypes.addressof(small_sum)
     if not call.args.packs_keys:
         call.kernels.run("pack", batch * kv_heads, call.args, call.plan.threads)
     call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
-    if target is not out:
-        out.copy_(target[..., :dv])
-    if sums is not row_sums:
-        row_sums.copy_(sums)
+    call.copy_results(out=result.out, weight_sums=result.row_sums)
+    has_small_sum = call.finish(prepared)
+    if small_sums is not None:
+        small_sums.append(has_small_sum)
     return result
 
 
-def _has_small_sum(p: Problem, result: Result) -> bool:
-    """Write the result without lifts; return True if a row's sum is below ``SMALLEST_SUM``."""
-    small_sum = ctypes.c_float()
-    forward(p, None, result, small_sum)
-    return bool(small_sum.value)
+def _has_small_sum(p: Problem, unlifted: Problem, result: Result, prepared: Prepared) -> bool:
+    """Write the result without further lifts; return True if a row's sum is below ``SMALLEST_SUM``."""
+    small_sums: list[bool] = []
+    forward(p, None, prepared if p is unlifted else {}, result, small_sums)
+    return small_sums[0]
 
 
-def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
+def backward(
+    p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad, prepared: Prepared
+) -> Gradients:  # fmt: skip
     """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
     if needs_grad.attn_mask:
         raise RuntimeError(f"sigmoid_attention: backend 'llvm': {NO_GRADIENT_OF_MASK}")
@@ -110,33 +122,38 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
     problem, row_terms = p, None
     if p.normalize:
         problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
-    call = _Call(problem, kernels(p.query.dtype))
+    prepared = prepared if problem is p else {}
+    grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
+    call, is_new = _Call.of(
+        prepared, problem, _BACKWARD, (*problem[:7], grad_out, result.weights, row_terms, *grads)
+    )  # fmt: skip
     splits, part_size = call.args.splits, call.args.part_size
-    call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
-    call.allocate(call.plan.backward)
-    if result.weights.numel():
-        call.args.saves, call.args.weights = 1, result.weights.data_ptr()
-    if row_terms is not None:
-        call.set("row_terms", row_terms, *row_terms.stride()[:3])
     score_sums = query_sums = None
     if needs_grad.bias or needs_grad.alibi_slopes:
         score_sums = p.query.new_zeros((splits, batch, heads, n, 3), dtype=torch.float32)
-        call.args.score_sums, call.args.score_sums_size = score_sums.data_ptr(), 1 if p.alibi_slopes is None else 3
+        call.args.score_sums_size = 1 if p.alibi_slopes is None else 3
+        call.args.score_sums = score_sums.data_ptr()
     if splits > 1:  # each has its own gradient of a part of the queries
         query_sums = p.query.new_empty((splits, batch, heads, part_size, call.args.head_dim), dtype=torch.float32)
-        call.set("grad_query_sums", query_sums)
-    grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
-    names = ("grad_query", "grad_key", "grad_value")
-    targets = [call.set_result(name, grad) for name, grad in zip(names, grads, strict=True)]
+        call.args.grad_query_sums = query_sums.data_ptr()
+    if is_new:
+        call.set_operands(query=p.query, key=p.key, value=p.value, grad_out=grad_out)
+        if result.weights.numel():
+            call.args.saves = 1
+            call.set("weights", result.weights)
+        if row_terms is not None:
+            call.set("row_terms", row_terms, *row_terms.stride()[:3])
+        for name, grad in zip(_GRADIENTS, grads, strict=True):
+            call.set_result(name, grad)
+    call.allocate(call.plan.backward)
     for first in range(0, n, part_size):
         call.args.first_query = first
         call.kernels.run("backward", batch * kv_heads * splits, call.args, call.plan.threads)
         if query_sums is not None:
-            part = targets[0][:, :, first : first + part_size]
+            part = call.own.get("grad_query", grads[0])[:, :, first : first + part_size]
             part.copy_(query_sums[..., : part.shape[2], :].sum(0))
-    for grad, target in zip(grads, targets, strict=True):
-        if target is not grad:
-            grad.copy_(target[..., : grad.shape[-1]])
+    call.copy_results(**dict(zip(_GRADIENTS, grads, strict=True)))
+    call.finish(prepared)
     query, key, value = (t if is_needed else None for t, is_needed in zip(grads, needs_grad[:3], strict=True))
     if score_sums is None:
         return Gradients(query, key, value, None, None, None)
@@ -147,7 +164,7 @@ def backward(p: Problem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad
 
 def differentiate(p: Problem, grad_out: Tensor, result: Result, gradients: Gradients) -> None:
     """Write the gradients of query, key and value, and add those of bias and slopes."""
-    found = backward(p, grad_out, result, NeedsGrad(*(g is not None for g in gradients)))
+    found = backward(p, grad_out, result, NeedsGrad(*(g is not None for g in gradients)), {})
     for i, (memory, gradient) in enumerate(zip(gradients, found, strict=True)):
         if memory is not None and gradient is not None:
             memory.copy_(gradient) if i < 3 else memory.add_(gradient)
@@ -159,10 +176,27 @@ def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
 
 
 class _Call:
-    """Arguments of the kernels for a problem, not empty, and the tensors that must outlive the call."""
+    """Arguments of the kernels for a pass of a problem, not empty; used again if they point to no copies of tensors."""
 
-    def __init__(self, p: Problem, kernels: "Kernels") -> None:
-        self.kernels = kernels
+    @classmethod
+    def of(
+        cls, prepared: Prepared, p: Problem, names: Sequence[str], tensors: Sequence[Tensor | None]
+    ) -> tuple["_Call", bool]:
+        """Return the arguments for tensors by the names of their fields, and if the tensors are still to be set.
+
+        Those of an earlier pass are taken, so that no other thread finds them before ``finish``.
+        """
+        weights = tensors[names.index("weights")]
+        has_weights = weights is not None and weights.numel() > 0
+        call: _Call | None = prepared.pop(has_weights, None)
+        if call is None:
+            return cls(p, dict(zip(names, tensors, strict=True))), True
+        for word, i in call._addresses:
+            call._words[word] = tensors[i].data_ptr()  # type: ignore[union-attr]
+        return call, False
+
+    def __init__(self, p: Problem, given: dict[str, Tensor | None]) -> None:
+        self.kernels = kernels(p.query.dtype)
         self.plan = make_plan(
             self.kernels, torch.get_num_threads(), p.query.shape, p.value.shape, p.scale, p.left, p.right,
             p.query_offset,
@@ -170,8 +204,12 @@ class _Call:
         self.args = KernelArguments.from_buffer_copy(self.plan.args)
         address = ctypes.addressof(self.args)
         self.args.bias.data, self.args.lengths = address + _BIAS_VALUE, address + _M
-        self.args.row_terms.data = address + _ZERO
-        self._tensors: list[Tensor] = []
+        self.args.row_terms.data, self.args.small_sum = address + _ZERO, address + _HAS_SMALL_SUM
+        self._given = given
+        self._words = (ctypes.c_int64 * (ctypes.sizeof(self.args) // 8)).from_buffer(self.args)
+        self._addresses: list[tuple[int, int]] = []  # words of the arguments, and indices of the given tensors
+        self.own: dict[str, Tensor] = {}  # copies of given tensors, and others that must outlive the pass
+        self._memory: list[Tensor] = []
         if p.bias is not None or p.key_lengths is not None or p.normalize:
             self._set_bias(p)
         if p.key_lengths is not None:
@@ -186,10 +224,29 @@ class _Call:
         if p.seed is not None:
             self._set_dropout(p, p.seed)
 
+    def finish(self, prepared: Prepared) -> bool:
+        """Keep the arguments for the next pass; return True if the pass has found a small sum."""
+        has_small_sum, self.args.has_small_sum = bool(self.args.has_small_sum), 0
+        self._memory.clear()
+        if not self.own:
+            self._given.clear()
+            prepared[bool(self.args.saves)] = self
+        return has_small_sum
+
+    def copy_results(self, **results: Tensor) -> None:
+        """Copy results that were not written themselves."""
+        for name, result in results.items():
+            if name in self.own:
+                result.copy_(self.own[name][..., : result.shape[-1]])
+
     def set(self, name: str, tensor: Tensor, *strides: int) -> None:
-        """Set the address and the strides of a tensor."""
-        self._tensors.append(tensor)
-        setattr(self.args, name, Strided(tensor.data_ptr(), *strides) if strides else tensor.data_ptr())
+        """Set the address and the strides of a tensor: of a given one, a view of it, or a copy."""
+        address, given = tensor.data_ptr(), self._given.get(name)
+        setattr(self.args, name, Strided(address, *strides) if strides else address)
+        if given is None or given.data_ptr() != address:
+            self.own[name] = tensor
+        else:
+            self._addresses.append((getattr(KernelArguments, name).offset // 8, list(self._given).index(name)))
 
     def set_operands(self, **operands: Tensor) -> None:
         """Set tensors that the kernels read, copied unless their rows are contiguous, and whole vectors of words."""
@@ -203,25 +260,22 @@ class _Call:
             if per_word == 2 and ((b | h | n) % 2 or tensor.data_ptr() % 4):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
                 b, h, n, _ = tensor.stride()
-            self._tensors.append(tensor)
-            setattr(self.args, name, Strided(tensor.data_ptr(), b // per_word, h // per_word, n // per_word))
+            self.set(name, tensor, b // per_word, h // per_word, n // per_word)
 
-    def set_result(self, name: str, result: Tensor) -> Tensor:
-        """Set and return the tensor to write: the result, or another whose rows are contiguous, and whole vectors."""
+    def set_result(self, name: str, result: Tensor) -> None:
+        """Set the tensor to write: the result, or another whose rows are contiguous, and whole vectors."""
         if missing := -result.shape[-1] % self.kernels.multiple:
             result = result.new_empty(*result.shape[:-1], result.shape[-1] + missing)
         elif result.stride(-1) != 1:
             result = result.new_empty(result.shape)
-        self._tensors.append(result)
-        setattr(self.args, name, Strided(result.data_ptr(), *result.stride()[:3]))
-        return result
+        self.set(name, result, *result.stride()[:3])
 
     def allocate(self, sizes: dict[str, int]) -> None:
         """Set the fields of a pass's memory to uninitialised memory on the device of the operands."""
-        like, is_small = self._tensors[-1], sum(sizes.values()) <= _ONE_ALLOCATION
+        is_small = sum(sizes.values()) <= _ONE_ALLOCATION
         for piece in [sizes] if is_small else [{name: size} for name, size in sizes.items()]:
-            self._tensors.append(like.new_empty(sum(piece.values()), dtype=torch.uint8))
-            address = self._tensors[-1].data_ptr()
+            self._memory.append(torch.empty(sum(piece.values()), dtype=torch.uint8, device="cpu"))
+            address = self._memory[-1].data_ptr()
             for name, size in piece.items():
                 setattr(self.args, name, address)
                 address += size

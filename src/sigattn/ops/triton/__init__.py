@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, NeedsGrad, Result, Saved
+from sigattn.ops.gradients import Gradients, NeedsGrad, Prepared, Result, Saved
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,22 +48,27 @@ def _device_unavailable(device: torch.device) -> str | None:
 _compute_capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def forward(problem: Problem | VarlenProblem, saved: Saved | None) -> Result:
+def forward(problem: Problem | VarlenProblem, saved: Saved | None, prepared: Prepared) -> Result:
     """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv); no weights are saved."""
     from sigattn.ops.triton import launch, launch_cache
 
-    return launch_cache.run(launch.forward, problem)
+    return launch_cache.run(prepared, launch.forward, problem)
 
 
-def kvcache_forward(problem: KVCacheProblem, saved: Saved | None) -> Result:
+def kvcache_forward(problem: KVCacheProblem, saved: Saved | None, prepared: Prepared) -> Result:
     """Return the output of queries against a cache, (B, N, Hq, Dv)."""
     from sigattn.ops.triton import launch, launch_cache
 
-    return launch_cache.run(launch.kvcache_forward, problem)
+    return launch_cache.run(prepared, launch.kvcache_forward, problem)
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad) -> Gradients:
+def backward(
+    problem: Problem | VarlenProblem, grad_out: Tensor, result: Result, needs_grad: NeedsGrad,
+    prepared: Prepared,
+) -> Gradients:  # fmt: skip
     """Return the gradients that are needed."""
     from sigattn.ops.triton import launch, launch_cache
 
-    return launch_cache.run(launch.backward, problem, grad_out, needs_grad, *(result if problem.normalize else ()))
+    return launch_cache.run(
+        prepared, launch.backward, problem, grad_out, needs_grad, *(result if problem.normalize else ())
+    )

@@ -1,10 +1,9 @@
-"""Cache of whole passes: a model calls attention with the same shapes again and again.
+"""Recorded passes: what a pass does is prepared once for each signature (``call_cache``).
 
-``run`` calls a function that prepares and launches the kernels of a pass. The second call with a key is recorded (a
+``run`` calls a function that prepares and launches the kernels of a pass. The second call of a signature is recorded (a
 first may be the only one) as a Python function, in which each operator of PyTorch and each launch is a line, and whose
-arguments are the tensors of a call. From the third call on, only that function runs. The key has all else: dtype,
-sizes, strides, device and alignment of each tensor, the numbers and flags of the problem, and settings. A pass that
-reads a tensor's values, or launches a kernel with a tensor of unknown origin, is not stored. Entries hold no tensors.
+arguments are the tensors of a call. From the third call on, only that function runs. A pass that reads a tensor's
+values, or launches a kernel with a tensor of unknown origin, is not stored. Recordings hold no tensors of a call.
 
 With ``tuning.DIRECT_LAUNCH`` the line of a launch starts the compiled kernel itself, instead of through Triton, which
 binds and specialises every argument again (30 µs).
@@ -19,50 +18,39 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sigattn.ops.gradients import Prepared
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import tuning
 
-_MAX_ENTRIES = 2048
-_cache: dict[Hashable, Callable[..., Any] | bool] = {}  # False: called once; True: not to be stored
+_NEW: bool | None = None  # state of a pass before its first call, in the place of a recording
+_CALLED = False  # … after it
+_NOT_RECORDED = True  # … if it must not be stored
 _state = threading.local()  # .recording: that of a pass in this thread
 
 R = TypeVar("R")
 
 
-def run(function: Callable[..., R], problem: Problem | VarlenProblem | KVCacheProblem, *rest: Any) -> R:
-    """Return ``function(problem, *rest)``, from the cache if the call has been recorded.
+def run(
+    prepared: Prepared, function: Callable[..., R], problem: Problem | VarlenProblem | KVCacheProblem,
+    *rest: Any,
+) -> R:  # fmt: skip
+    """Return ``function(problem, *rest)``, by its recording if the call has been recorded.
 
     function: returns a tensor, or a tuple of tensors and None; it depends on nothing but its arguments and settings.
-    rest: tensors, or hashable values.
+    prepared: recordings of the signature of problem and rest, by settings. rest: tensors, or hashable values.
     """
-    tensors: list[Tensor] = []
-    bias = problem.bias
-    key: list[Any] = [function, type(problem), *_settings(problem.query)]
-    for x in (*problem, *rest):
-        if not isinstance(x, Tensor):
-            key.append(x)
-        elif x is bias and not x.dim():  # a number
-            key.append(x.item())
-        else:
-            tensors.append(x)
-            # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
-            key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
-    call = tuple(key)
-    stored = _cache.get(call)
+    settings = _settings(problem.query)
+    stored = prepared.get(settings, _NEW)
     if callable(stored):
-        return stored(*tensors)
-    if stored is False:
-        return _record(call, function, problem, rest)
-    if stored is None:
-        if len(_cache) >= _MAX_ENTRIES:
-            _cache.clear()
-        _cache[call] = False
+        bias = problem.bias
+        tensors = [x for x in (*problem, *rest) if isinstance(x, Tensor) and (x is not bias or x.dim())]
+        recorded: R = stored(*tensors)
+        return recorded
+    if stored is _CALLED:
+        return _record(prepared, settings, function, problem, rest)
+    if stored is _NEW:
+        prepared[settings] = _CALLED
     return function(problem, *rest)
-
-
-def clear() -> None:
-    """Clear the cache."""
-    _cache.clear()
 
 
 def launch(
@@ -97,7 +85,7 @@ def _settings(query: Tensor) -> tuple[Any, ...]:
     return *tables, tuning.DIRECT_LAUNCH, precision
 
 
-def _record(key: Hashable, function: Callable[..., R], problem: Any, rest: Sequence[Any]) -> R:
+def _record(prepared: Prepared, settings: Hashable, function: Callable[..., R], problem: Any, rest: Sequence[Any]) -> R:
     """Call a function, and store its lines."""
     tensors: list[Tensor] = []
 
@@ -115,7 +103,7 @@ def _record(key: Hashable, function: Callable[..., R], problem: Any, rest: Seque
             result = function(*call)
     finally:
         _state.recording = None
-    _cache[key] = recording.finish(result, problem.query.device) or True
+    prepared[settings] = recording.finish(result, problem.query.device) or _NOT_RECORDED
     return result
 
 
