@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.observer import CallObserver
-from sigattn.nn.visible_keys import evaluate_bias
+from sigattn.nn.visible_keys import evaluate_bias, join_masks
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.custom_ops import record_module
@@ -181,10 +181,5 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: i
     if padding is not None:
         parts.append(padding[:, None, None, :])
     parts = [F.pad(p, (0, keys - p.shape[-1])) for p in parts]  # every query sees the learned key
-    seen = [~p for p in parts if p.dtype is torch.bool]
-    added = [p for p in parts if p.dtype is not torch.bool]
-    visible = functools.reduce(torch.logical_and, seen) if seen else None
-    if not added:
-        return visible
-    total: Tensor = functools.reduce(torch.add, added).to(q.dtype)
-    return total if visible is None else total.masked_fill(~visible, -torch.inf)
+    mask = join_masks(*(~p if p.dtype is torch.bool else p for p in parts))
+    return mask if mask is None or mask.dtype is torch.bool else mask.to(q.dtype)

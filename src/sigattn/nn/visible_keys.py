@@ -1,5 +1,7 @@
 """Bias of attention functions of other layers, which depends on the keys that their masks let queries see."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,18 @@ HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest
 def is_visible(mask: Tensor) -> Tensor:
     """Return True where a mask, bool (True = attend) or added to the logits, lets a query see a key."""
     return mask if mask.dtype is torch.bool else mask > HIDDEN_BELOW
+
+
+def join_masks(*masks: Tensor | None) -> Tensor | None:
+    """Return one mask of several, bool (True = attend) or added to the logits; None if all are None."""
+    present = [mask for mask in masks if mask is not None]
+    seen = [mask for mask in present if mask.dtype is torch.bool]
+    added = [mask for mask in present if mask.dtype is not torch.bool]
+    visible = functools.reduce(torch.logical_and, seen) if seen else None
+    if not added:
+        return visible
+    total = functools.reduce(torch.add, added)
+    return total if visible is None else total.masked_fill(~visible, -torch.inf)
 
 
 def count_keys_per_query(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1, 1)

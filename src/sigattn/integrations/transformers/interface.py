@@ -11,20 +11,21 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sigattn.integrations.transformers.check import KeptSoftmax
 from sigattn.integrations.transformers.configured import error_of, follow_replaced_layers, layer_settings
-from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
+from sigattn.integrations.transformers.mask import is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import NAME, NORMALIZE, wrap_saving
 from sigattn.integrations.transformers.selection import wrap_selection
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.observer import CallObserver
-from sigattn.nn.visible_keys import evaluate_bias
+from sigattn.nn.visible_keys import evaluate_bias, join_masks
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import Problem, make_problem
 
 _SINKS = ("s_aux", "sinks")  # logits of an attention sink, which takes a part of each row's sum and has no value
-_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", *_SINKS}
-# keywords that transformers passes to attention and that do not change its result; masks alone hide keys, as in eager
-_WITHOUT_EFFECT = {
+# keywords that are supported, and those that transformers passes to attention and that do not change its result; masks
+# alone hide keys, as in eager
+_KNOWN = {
+    "cu_seq_lens_q", "cu_seq_lens_k", "indices", *_SINKS,
     "cache_position", "deterministic", "grid_thw", "input_ids", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
     "return_dict", "seq_idx", "sliding_window", "tokenizer", "use_cache",
@@ -106,7 +107,8 @@ def attention(
             without ``config.sigmoid_normalize``, because it acts by the sum of a row only.
     """
     num_queries = query.shape[2]
-    _check_kwargs(module, kwargs)
+    if unknown := [n for n, v in kwargs.items() if n not in _KNOWN and v is not None and v is not False]:
+        raise error_of(module, f"{unknown[0]}: the keyword may change the result, and is not supported")
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
         raise error_of(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     if attention_mask is None and is_causal and num_queries > 1:
@@ -116,7 +118,7 @@ def attention(
     if causal and position_bias is None and limits is None:  # cut off a static cache's empty end
         mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]
     else:
-        mask, causal = combine(mask, position_bias, limits), False
+        mask, causal = join_masks(position_bias, mask, limits), False
     scaling = float(scaling) if isinstance(scaling, int) else scaling  # 1 in Dia
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
     bias, normalize = layer_settings(module)
@@ -142,13 +144,6 @@ def _with_sink(call: Call, logits: Tensor) -> Call:
     return call._replace(key=key, value=value, mask=mask, causal=False)
 
 
-def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name in _WITHOUT_EFFECT or name in _SUPPORTED or value is None or value is False:
-            continue
-        raise error_of(module, f"{name}: the keyword may change the result, and is not supported")
-
-
 def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the keys that the keywords make visible, boolean (B or 1, 1, N, M); None if there are no such keywords."""
     limits: Tensor | None = None
@@ -159,4 +154,4 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
                 module, f"cu_seq_lens_q and cu_seq_lens_k are for a batch of one row, got shape {tuple(query.shape)}"
             )
         limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
-    return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
+    return limits if indices is None else join_masks(limits, selected_keys(indices, key.shape[2]))

@@ -62,15 +62,6 @@ def is_plain_causal(mask: Tensor | None) -> bool:
     return version is not None and version == mask._version
 
 
-def combine(mask: Tensor | None, position_bias: Tensor | None, limits: Tensor | None) -> Tensor | None:
-    """Return one mask, boolean or added to the logits, of a mask, an added bias and boolean limits; or None."""
-    if limits is not None:
-        mask = limits if mask is None else _restrict(mask, limits)
-    if position_bias is None or mask is None:
-        return mask if position_bias is None else position_bias
-    return _restrict(position_bias, mask) if mask.dtype is torch.bool else position_bias + mask
-
-
 def same_document(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:  # (1, 1, N, M)
@@ -87,10 +78,6 @@ def selected_keys(indices: Tensor, num_keys: int) -> Tensor:  # (B, 1, N, M)
     count = indices.new_zeros(*indices.shape[:-1], num_keys, dtype=torch.int32)
     count.scatter_add_(-1, indices.long().clamp(min=0), (indices >= 0).int())
     return count.gt(0).unsqueeze(1)
-
-
-def _restrict(mask: Tensor, visible: Tensor) -> Tensor:
-    return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def _all_visible(attention_mask: Tensor | None, start: int, stop: int) -> bool:
