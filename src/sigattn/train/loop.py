@@ -4,8 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -29,7 +28,7 @@ from sigattn.nn.evaluation import evaluation_mode
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig, settings_to_resume
-from sigattn.train.folder_lock import FolderInUseError, lock_folder
+from sigattn.train.folder_lock import lock_folder
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from sigattn.validation import SettingsError, UserError
@@ -95,7 +94,7 @@ def train(
         MissingPackageError: if ``wandb`` is set and the package is not installed.
     """
     processes = init_process_mesh()
-    with _lock_on_main_process(folder, processes):
+    with lock_folder(folder, processes):
         if not resume:
             checkpoint.check_no_checkpoints(folder)
         torch.manual_seed(config.seed)
@@ -111,21 +110,6 @@ def train(
             if log is not None:
                 log.close()
         return trainer.save_model(folder)
-
-
-@contextmanager
-def _lock_on_main_process(folder: Path, processes: ProcessMesh) -> Iterator[None]:
-    """Lock a run folder on the main process; if that fails, all processes raise."""
-    error: Exception | None = None
-    with ExitStack() as stack:
-        if processes.is_main_process:
-            try:
-                stack.enter_context(lock_folder(folder))
-            except (FolderInUseError, OSError) as caught:
-                error = caught
-        if processes.reduce_max(error is not None):
-            raise error or FolderInUseError(f"the main process cannot write into the run folder {folder}")
-        yield
 
 
 def evaluate(task: Task, model: ModelConfig, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
