@@ -43,9 +43,10 @@ def row_statistics(problem: Problem | WrittenSoftmax, num_heads: int = 1) -> Row
         rows = lse, problem.num_visible(hidden), ~hidden.all(-1)
         return RowStatistics(*(t.reshape(shape) for t in rows))
     blocks = []
-    for start, stop in row_blocks(problem):
-        logits, seen = masked_logits(problem, "softmax", (start, stop))  # (B, Hq, R, M)
-        blocks.append((logits.masked_fill(~seen, -torch.inf).logsumexp(-1), seen.sum(-1)))
+    with without_autocast(problem.query.device.type):
+        for start, stop in row_blocks(problem):
+            logits, seen = masked_logits(problem, "softmax", (start, stop))  # (B, Hq, R, M)
+            blocks.append((logits.masked_fill(~seen, -torch.inf).logsumexp(-1), seen.sum(-1)))
     lse, visible = (torch.cat(block, -1) for block in zip(*blocks, strict=True))
     counted, padding = visible > 0, is_padding(problem)
     if padding is not None:
@@ -66,8 +67,7 @@ def is_padding(problem: Problem | WrittenSoftmax) -> Tensor | None:  # (B, 1, N)
 
 def finite_statistics(call: AttentionCall, num_heads: int) -> RowStatistics:
     """Return the statistics of a call's rows; raise ConversionError if one that counts is not finite."""
-    with without_autocast(call.device.type):
-        rows = row_statistics(call.problem, num_heads)
+    rows = row_statistics(call.problem, num_heads)
     if not (rows.lse.isfinite() | ~rows.counted).all():
         raise ConversionError(f"the attention logits of {call.name!r} are not finite: check weights and batches")
     return rows

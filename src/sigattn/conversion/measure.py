@@ -70,7 +70,12 @@ def measure_model(
     """
     squares, losses = torch.zeros(2, dtype=torch.float64, device="cpu"), []
     comparable, outputs = True, list[Tensor]()
-    hook = model.register_forward_hook(lambda *call: outputs.extend(_floats(call[2])))
+
+    def add_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # floating-point tensors, but no loss
+        tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor))
+        outputs.extend(t.detach() for t in tensors if t.is_floating_point() and t.dim())
+
+    hook = model.register_forward_hook(add_outputs)
     try:
         for run in runs:
             before = run(lambda call: call.softmax())
@@ -97,9 +102,3 @@ def _relative_error(squares: Tensor) -> float:
     """Return the root of the second of two squared norms over the first; 0 if both are 0."""
     square, missed = squares.tolist()
     return math.sqrt(missed / square) if square else math.inf if missed else 0.0
-
-
-def _floats(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors in an output, but no loss."""
-    tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor))
-    return [t.detach() for t in tensors if t.is_floating_point() and t.dim()]

@@ -1,6 +1,7 @@
 """Observation of a layer's attention calls, before a conversion."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,6 @@ class AttentionCall:
     def num_heads(self) -> int:
         """Number of query heads; 1 if it is not known which dimension of the logits has them."""
         return self.problem.query.shape[1] if isinstance(self.problem, Problem) else self.problem.num_heads
-
-    @property
-    def device(self) -> torch.device:
-        return self.problem.query.device if isinstance(self.problem, Problem) else self.problem.logits.device
 
 
 Attend = Callable[[AttentionCall], Any]  # returns the result of a call
@@ -69,10 +66,7 @@ class CallObserver:
 
     def answer_written(self, call: WrittenSoftmax) -> Tensor:
         """Return the weights of a softmax that is written out, (..., M)."""
-
-        def softmax() -> Tensor:
-            return torch.softmax(call.logits, -1, dtype=call.dtype)
-
+        softmax = functools.partial(torch.softmax, call.logits, -1, dtype=call.dtype)
         with without_function_modes():
             return self.attend(AttentionCall(self.name, call, softmax, lambda b: call.weights(b, True)))
 
