@@ -1,6 +1,7 @@
 """Commands ``sigattn train``, ``sigattn recipes`` and ``sigattn demo``."""
 
 import dataclasses
+import functools
 import sys
 import warnings
 from pathlib import Path
@@ -76,10 +77,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
             "sets its length"
         )
     data = load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-
-    def on_start() -> None:
-        write_run(folder, recipe, name, options.data, options.tokenizer)
-
+    on_start = functools.partial(write_run, folder, recipe, name, options.data, options.tokenizer)
     rows = run_training(recipe, data, folder, resume=options.resume, on_start=on_start)
     if is_main_process:
         if final := metrics.last_validation(rows):

@@ -348,7 +348,7 @@ class Attention(nn.Module):
         query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
         query, key = self.query_norm(query), self.key_norm(key)
         if isinstance(self.attention_bias, QueryBias):
-            query = self.attention_bias.added_to(query)
+            query = query + self.attention_bias.value.to(query.dtype)
         if isinstance(self.position, RotaryEmbedding):
             # each sequence starts at 0: a bias may depend on the rotated query, not on products with keys alone
             positions = positions_of(x, self.sequence_shard, cache, documents)

@@ -188,14 +188,10 @@ class QueryBias(LearnableBias):
         initial: initial value; -5 in the paper.
     """
 
-    full_precision = False  # it is added to Q in Q's dtype, by a method for which FSDP does not gather it
+    full_precision = False  # it is added to Q in Q's dtype, outside of a call for which FSDP would gather it
 
     def __init__(self, initial: float = -5.0) -> None:
         super().__init__(initial)
-
-    def added_to(self, query: Tensor) -> Tensor:
-        """Return Q + b, in Q's dtype."""
-        return query + self.value.to(query.dtype)
 
 
 def as_bias(name: str, bias: Any) -> AttentionBias:

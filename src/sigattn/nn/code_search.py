@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -261,7 +262,8 @@ def _calls_of_function(function: types.FunctionType, depth: int) -> frozenset[st
     """Return the calls of a function, and of the functions that it names, to a depth."""
     names, codes = _names_in(function), list(_codes(function.__code__))
     calls = names & _CALLS
-    if any(map(_has_matrix_product, codes)):
+    instructions = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+    if any(i.argrepr in ("@", "@=") or i.opname.endswith("MATRIX_MULTIPLY") for i in instructions):
         calls |= {"bmm"}
     if "getattr" in names:  # getattr(F, "softmax")
         calls |= {c for code in codes for c in code.co_consts if isinstance(c, str)} & _CALLS
@@ -324,8 +326,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
-
-
-def _has_matrix_product(code: types.CodeType) -> bool:
-    instructions = dis.get_instructions(code)
-    return any(i.argrepr in ("@", "@=") or i.opname.endswith("MATRIX_MULTIPLY") for i in instructions)

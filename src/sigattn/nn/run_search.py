@@ -179,7 +179,8 @@ class _Trace:
 
     def add(self, call: str, *, replaceable: bool = False, attention: bool = False) -> _Site | None:
         """Record a softmax of the running layer, or of a hook outside of every layer that can be replaced."""
-        running = [m for m in self.thread.running if not _only_runs_layers(m)]
+        forward = nn.Sequential.forward  # which only runs layers
+        running = [m for m in self.thread.running if not (isinstance(m, nn.Sequential) and type(m).forward is forward)]
         module = self._innermost(running[-1]) if running else _hooked()
         if module not in self.names or any(isinstance(m, self.skipped) for m in (*running, module)):
             return None
@@ -233,10 +234,6 @@ def _attends(kind: type[nn.Module], frame: types.FrameType) -> bool:
     if method == "forward":
         return frame.f_code is not nn.Sequential.forward.__code__
     return method in calling_methods(kind) and not _calls_hooks(frame.f_back)
-
-
-def _only_runs_layers(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _calls_hooks(frame: types.FrameType | None) -> bool:
