@@ -123,7 +123,7 @@ def _fresh_state():
     from sigattn.ops import call_cache
 
     _generators.manual_seed(0)
-    guide._warned.clear()
+    guide.warn_once.cache_clear()
     call_cache.clear()
     if (tuning := sys.modules.get("sigattn.ops.triton.tuning")) is not None:
         tuning._taken.clear()

@@ -3,6 +3,7 @@
 Also warnings of combinations that the paper found hard to train.
 """
 
+import functools
 import warnings
 from typing import NamedTuple
 
@@ -130,11 +131,7 @@ def recommend(
     return _LONG_LANGUAGE if is_long else _GUIDE[domain, objective]
 
 
-_warned: set[str] = set()
-
-
+@functools.cache  # once for each message
 def warn_once(message: str) -> None:
     """Warn unless this process has given the same warning, so that a model of many layers warns once."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(f"{message} (Ramapuram et al., 2025)", stacklevel=3)
+    warnings.warn(f"{message} (Ramapuram et al., 2025)", stacklevel=3)

@@ -56,27 +56,24 @@ class PerformerFeatures(nn.Module):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the attention output, computed in float32 or float64."""
         with without_autocast(query.device.type):
-            return self._attend(query, key, value, key_lengths)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        group_size = query.shape[1] // key.shape[1]
-        scale = query.shape[-1] ** -0.25  # on Q and on K, together 1/√D
-        q = self._exponents(query.to(wide) * scale)  # (B, Hq, N, F)
-        k = self._exponents(key.to(wide) * scale)  # (B, Hkv, M, F)
-        if key_lengths is not None:
-            exists = torch.arange(k.shape[2], device=k.device) < key_lengths[:, None].to(k.device)  # (B, M)
-            k = k.masked_fill(~exists[:, None, :, None], -torch.inf)
-            value = value.masked_fill(~exists[:, None, :, None], 0)
-        # subtracting the maximum avoids overflow; the factor cancels in the quotient
-        q = (q - q.amax(-1, keepdim=True)).exp()
-        if k.shape[2]:
-            k = k - k.detach().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(wide).min)
-        k = k.exp().repeat_interleave(group_size, 1)
-        v = torch.cat([value.to(wide), value.new_ones((*value.shape[:-1], 1), dtype=wide)], -1)
-        v = v.repeat_interleave(group_size, 1)  # (B, Hq, M, Dv + 1): the last column sums to the denominator
-        numerator, denominator = (q @ (k.mT @ v)).split([value.shape[-1], 1], -1)
-        return (numerator / denominator.masked_fill(denominator == 0, 1)).to(query.dtype)  # 0 without keys
+            wide = torch.promote_types(query.dtype, torch.float32)
+            group_size = query.shape[1] // key.shape[1]
+            scale = query.shape[-1] ** -0.25  # on Q and on K, together 1/√D
+            q = self._exponents(query.to(wide) * scale)  # (B, Hq, N, F)
+            k = self._exponents(key.to(wide) * scale)  # (B, Hkv, M, F)
+            if key_lengths is not None:
+                exists = torch.arange(k.shape[2], device=k.device) < key_lengths[:, None].to(k.device)  # (B, M)
+                k = k.masked_fill(~exists[:, None, :, None], -torch.inf)
+                value = value.masked_fill(~exists[:, None, :, None], 0)
+            # subtracting the maximum avoids overflow; the factor cancels in the quotient
+            q = (q - q.amax(-1, keepdim=True)).exp()
+            if k.shape[2]:
+                k = k - k.detach().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(wide).min)
+            k = k.exp().repeat_interleave(group_size, 1)
+            v = torch.cat([value.to(wide), value.new_ones((*value.shape[:-1], 1), dtype=wide)], -1)
+            v = v.repeat_interleave(group_size, 1)  # (B, Hq, M, Dv + 1): the last column sums to the denominator
+            numerator, denominator = (q @ (k.mT @ v)).split([value.shape[-1], 1], -1)
+            return (numerator / denominator.masked_fill(denominator == 0, 1)).to(query.dtype)  # 0 without keys
 
     def _exponents(self, x: Tensor) -> Tensor:
         """Return log φ(x) = ω·x - |x|²/2."""

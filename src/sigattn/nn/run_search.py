@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -194,13 +195,11 @@ class _Trace:
     def _innermost(self, running: nn.Module) -> nn.Module:
         """Return the running layer, or the one inside it whose method was called directly, which calls no hooks."""
         inside = set(running.modules())
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
             code = frame.f_code
             layer = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(layer, nn.Module) and layer in inside and _attends(type(layer), frame):
                 return layer
-            frame = frame.f_back
         return running
 
     def findings(self) -> list[Finding]:
@@ -243,10 +242,8 @@ def _calls_hooks(frame: types.FrameType | None) -> bool:
 
 def _hooked() -> Any:
     """Return the layer whose hook is running outside of every forward, or None."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not _calls_hooks(frame):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("self")
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if _calls_hooks(frame))
+    return next((frame.f_locals.get("self") for frame in frames), None)
 
 
 class _Calls(TorchFunctionMode):
