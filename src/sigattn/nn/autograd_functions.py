@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,22 +39,12 @@ def run_as_code(kind: Any, is_within: Callable[[], object]) -> None:
         kind.apply = classmethod(apply)
 
 
-class _Context:
-    """Context of a forward whose backward pass does not run."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.needs_input_grad: tuple[bool, ...] = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
-
-    def save_for_backward(self, *_: Any) -> None:
-        """Save nothing; as do the other methods."""
-
-    mark_dirty = mark_non_differentiable = set_materialize_grads = save_for_backward
-
-
 def _forward(kind: Any, *args: Any) -> Any:
     if kind.setup_context is not torch.autograd.Function.setup_context:
         return kind.forward(*args)
-    return kind.forward(_Context(args), *args)
+    context: Any = FunctionCtx()
+    context.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
+    return kind.forward(context, *args)
 
 
 def _is_derivative(kind: Any, args: tuple[Any, ...]) -> bool:
