@@ -104,8 +104,15 @@ def load(
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
-    step, saved = _open(path, processes)
-    settings = json.loads(json.dumps(settings))
+    older = [p for p in list_checkpoints(path.parent) if p < path]
+    advice = f"delete it to continue from {older[-1].name}" if older else "start in another run folder"
+    failure = f"cannot read the checkpoint {path} ({advice})"
+    with _errors_on_all_processes(failure, processes):
+        about = files.read_json_object(path / ABOUT, version=FORMAT, step=int, settings=dict)
+        if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
+            raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
+        files.check_files(path, _file_names(path)[_part_of(processes)])
+    saved, settings = about["settings"], json.loads(json.dumps(settings))
     if "data" not in settings:
         saved.pop("data", None)
     if saved != settings:
@@ -116,23 +123,13 @@ def load(
         )
     tensors, model, optim = _state(module, optimizer, average)
     reader, no_dist = HuggingFaceStorageReader(str(path)), processes.world_size == 1
-    with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
+    with _errors_on_all_processes(failure, processes), _ignore_warnings():
         load_tensors(tensors, storage_reader=reader, no_dist=no_dist)
     with _ignore_warnings():
         set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
     if average is not None:
         average.load_state_dict({name: tensors[f"average.{name}"] for name in average.state_dict()})
-    return step
-
-
-def _open(path: Path, processes: ProcessMesh) -> tuple[int, dict[str, Any]]:
-    """Check the files of a checkpoint; return its number of steps and settings."""
-    with _errors_on_all_processes(_cannot_read(path), processes):
-        about = files.read_json_object(path / ABOUT, version=FORMAT, step=int, settings=dict)
-        if differing := sorted({*_file_names(path)} ^ files.read_checksums(path).keys()):
-            raise files.FileFormatError(f"{path / differing[0]} is missing, or not in {files.CHECKSUMS}")
-        files.check_files(path, _file_names(path)[_part_of(processes)])
-    return about["step"], about["settings"]
+    return int(about["step"])
 
 
 def _state(
@@ -183,13 +180,6 @@ def _file_names(path: Path) -> list[str]:
 def _part_of(processes: ProcessMesh) -> slice:
     """Return the files of which this process computes the checksums."""
     return slice(processes.rank, None, processes.world_size)
-
-
-def _cannot_read(path: Path) -> str:
-    """Return the start of a message, with what to do about it."""
-    older = [p for p in list_checkpoints(path.parent) if p < path]
-    advice = f"delete it to continue from {older[-1].name}" if older else "start in another run folder"
-    return f"cannot read the checkpoint {path} ({advice})"
 
 
 @contextmanager
