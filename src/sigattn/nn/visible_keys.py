@@ -36,18 +36,6 @@ def count_keys_per_query(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1
     return visible.expand(*visible.shape[:-1], num_keys).sum(-1, keepdim=True).clamp(min=1)
 
 
-def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -> Tensor:
-    """Count, for each sample, the keys that at least one query of the sample sees.
-
-    Padding is not counted. The mask broadcasts to (..., H, N, M), or without ``has_heads`` to (..., N, M). The result,
-    at least 1, has the mask's dimensions, with size 1 for heads, queries and keys.
-    """
-    visible = is_visible(mask)
-    for dim in (-2, -3) if has_heads else (-2,):
-        visible = visible.any(dim, keepdim=True) if mask.dim() >= -dim else visible
-    return count_keys_per_query(visible, num_keys)
-
-
 def evaluate_bias(
     bias: AttentionBias | None, query: Tensor, key: Tensor, mask: Tensor | None = None, *, normalize: bool,
     is_causal: bool = False, window: tuple[int, int] | None = None,
@@ -92,7 +80,10 @@ def evaluate_bias(
 
 def _bias_of_samples(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor | None:
     if mask is not None:
-        return log_length_bias(count_visible_keys(mask, key.shape[-2], has_heads=query.dim() > 3))
+        visible = is_visible(mask)  # (..., H or 1, N or 1, M or 1), without heads if the query has three dimensions
+        for dim in (-2, -3) if query.dim() > 3 else (-2,):
+            visible = visible.any(dim, keepdim=True) if mask.dim() >= -dim else visible
+        return log_length_bias(count_keys_per_query(visible, key.shape[-2]))
     if key.layout is torch.jagged:
         lengths: Tensor = key.offsets().diff().clamp(min=1)  # type: ignore[attr-defined]
         return log_length_bias(lengths.view(-1, 1, 1, 1))
