@@ -112,7 +112,14 @@ def convert(
         raise ValueError(f"convert: max_error must be positive, got {max_error!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"convert: loss must be a function of model and batch, or None, got {loss!r}")
-    return _fit(model, _checked_batches(batches), loss, keep, math.inf if max_error is None else max_error)
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
+            "[batch]"
+        )
+    if not (batches := list(batches)):
+        raise ConversionError("batches is empty; pass a few batches of the model's inputs")
+    return _fit(model, batches, loss, keep, math.inf if max_error is None else max_error)
 
 
 def _refuse_arguments(condition: str, **arguments: Any) -> None:
@@ -193,17 +200,6 @@ def _transformers_adapter(model: nn.Module, run: Callable[[], object] | None, ke
 
     adapter = transformers.TransformersAdapter(model, run, keep)
     return adapter if adapter.roots and (run is not None or adapter.reaches_all()) else None
-
-
-def _checked_batches(batches: Any) -> list[Any]:
-    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
-            "[batch]"
-        )
-    if not (batches := list(batches)):
-        raise ConversionError("batches is empty; pass a few batches of the model's inputs")
-    return batches
 
 
 def _run(model: nn.Module, batches: Sequence[Any], indices: Sequence[int], loss: Loss | None) -> float | None:

@@ -48,7 +48,18 @@ class ModuleAdapter(Adapter):
         self.softmax = tuple(SoftmaxLayer(f.name, type(f.module).__name__, f.call, self._outcome(f)) for f in findings)
         converted = [f for f, layer in zip(findings, self.softmax, strict=True) if layer.is_sigmoid]
         self.staying = [f for f in findings if f not in converted and f.called]
-        self._refuse([f for f in self.staying if f.attention and not self.keeps(f.name)])
+        if refused := [f for f in self.staying if f.attention and not self.keeps(f.name)]:
+            advice = (
+                "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
+                "their softmax belongs to"
+                if self.example is None
+                else "Let them call F.softmax over keys once, or F.scaled_dot_product_attention (a flag such as "
+                'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
+            )
+            raise ConversionError(
+                f"the softmax of these layers cannot be replaced: {listed(refused)}. {advice}. To keep their "
+                "softmax, pass their names, or patterns, as keep"
+            )
         if callable(self.example) and (uncalled := [f for f in findings if not (f.called or self.keeps(f.name))]):
             raise ConversionError(
                 f"the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass batches that "
@@ -129,20 +140,6 @@ class ModuleAdapter(Adapter):
         if not finding.replaceable:
             return "not attention"
         return "materialised" if finding.call == SOFTMAX_NAME else "converted"
-
-    def _refuse(self, findings: Sequence[Finding]) -> None:
-        if findings:
-            advice = (
-                "Only their code was examined: pass example=(...), arguments of one forward, so that a run shows what "
-                "their softmax belongs to"
-                if self.example is None
-                else "Let them call F.softmax over keys once, or F.scaled_dot_product_attention (a flag such as "
-                'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
-            )
-            raise ConversionError(
-                f"the softmax of these layers cannot be replaced: {listed(findings)}. {advice}. To keep their "
-                "softmax, pass their names, or patterns, as keep"
-            )
 
     def _check_nesting(self) -> None:
         """Raise for a layer that keeps softmax inside one that becomes sigmoid, whose forward would change it too."""

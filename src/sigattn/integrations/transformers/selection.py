@@ -101,7 +101,10 @@ def _set_attn_implementation(
                 _verify_and_attach(model)
             else:
                 _replace_classes(model, None)
-            _guard(model)
+            for part in model.modules():  # those for which "sigmoid" is chosen verify each call, and no others
+                _unguard(part)
+                if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+                    part.register_forward_pre_hook(_verify_call, with_kwargs=True)
     finally:
         _choosing.reset(token)
 
@@ -245,14 +248,6 @@ def _attach(
             setattr(each, ADDED, True)
     for child in module.children():
         _attach(child, configs, around)
-
-
-def _guard(model: nn.Module) -> None:
-    """Let the parts of a model for which "sigmoid" is chosen verify each call, and no others."""
-    for part in model.modules():
-        _unguard(part)
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
-            part.register_forward_pre_hook(_verify_call, with_kwargs=True)
 
 
 def _unguard(part: nn.Module) -> None:
