@@ -93,7 +93,7 @@ def public_signature(function: str, tensors: Sequence[Any], others: Sequence[Any
     """Return the signature of a call of a public function, in which settings decide as well; None if it has none."""
     if (key := signature(function, tensors, others)) is None:
         return None
-    needs_grad = torch.is_grad_enabled() and tuple([isinstance(x, Tensor) and x.requires_grad for x in tensors])
+    needs_grad = torch.is_grad_enabled() and tuple([x.requires_grad for x in tensors if isinstance(x, Tensor)])
     autocast = None
     if torch._C._is_any_autocast_enabled() and isinstance(tensors[0], Tensor):
         device_type = tensors[0].device.type

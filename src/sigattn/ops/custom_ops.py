@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
@@ -31,7 +31,7 @@ from torch.overrides import handle_torch_function
 
 from sigattn.ops import autograd, call_cache, settings, vmap
 from sigattn.ops.gradients import Gradients, NeedsGrad, Prepared, Result, Saved, without_saved
-from sigattn.ops.problem import P, Problem, is_canonical_form, new_result, with_canonical_forms
+from sigattn.ops.problem import CANONICAL_FORMS, P, Problem, new_result
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -88,6 +88,8 @@ class Known(NamedTuple):
     forward: Callable[..., Result]  # the op's kernel
     options: tuple[Any, ...]  # its arguments after the tensors
     needs_grad: bool
+    # the canonical forms of the public function's arguments that are not themselves the problem's tensors
+    forms: Sequence[tuple[int, Callable[[Any, Tensor], Tensor | None]]] = ()
 
 
 class Operator(Generic[P]):
@@ -164,7 +166,7 @@ class Operator(Generic[P]):
         FLOP_FORMULAS[op.overloadpacket] = num_flops
         return op
 
-    def recall(self, arguments: tuple[Any, ...]) -> tuple[Known, Iterable[Any]] | None:
+    def recall(self, arguments: tuple[Any, ...]) -> tuple[Known, Sequence[Any]] | None:
         """Return what is known of a call of the public function, and its tensors, for ``run``; None if it is not known.
 
         arguments: first those that become the problem's tensors, for the seed dropout_p; then the others.
@@ -172,10 +174,12 @@ class Operator(Generic[P]):
         known = None if call_cache.is_observed() else call_cache.get(self._signature(arguments))
         if known is None:
             return None
-        fields = dict(zip(self.problem_type._fields, arguments[: self.num_tensors], strict=False))
-        return known, with_canonical_forms(fields).values()
+        tensors = list(arguments[: self.num_tensors])
+        for i, form in known.forms:
+            tensors[i] = form(tensors[i], tensors[0])
+        return known, tensors
 
-    def run(self, known: Known, tensors: Iterable[Any]) -> Tensor:
+    def run(self, known: Known, tensors: Sequence[Any]) -> Tensor:
         """Return the output of a call, without PyTorch's dispatcher."""
         if known.needs_grad:
             return self._node.apply(known.forward, known.options, *tensors)[0]
@@ -198,8 +202,11 @@ class Operator(Generic[P]):
             prepared = self._prepared_for((*tensors, *options[:-1]))
             if prepared is not None and not (needs_grad and self.formula is None):
                 known = Known(functools.partial(self._forward, prepared), options, needs_grad)
-                if arguments and is_canonical_form(problem, arguments[: self.num_tensors]):
-                    call_cache.store(self._signature(arguments), known)
+                fields = enumerate(zip(problem._fields, arguments, tensors, strict=False))
+                changed = [(i, name) for i, (name, argument, t) in fields if argument is not t]
+                if arguments and all(name in CANONICAL_FORMS for _, name in changed):  # none was cast, say
+                    forms = [(i, CANONICAL_FORMS[name]) for i, name in changed]
+                    call_cache.store(self._signature(arguments), known._replace(forms=forms))
                 return self.run(known, tensors)
         return self.forward_op(*problem, backend, False)[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -398,21 +398,10 @@ def make_problem(
     if kind is not KVCacheProblem:  # has neither dropout nor a gradient
         fields |= {"seed": dropout_p, "dropout_p": dropout_p}
         fields["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
-    return kind(**with_canonical_forms(fields), left=left, right=right, fast=precision == "fast")
-
-
-def with_canonical_forms(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a problem, given them as arguments of a call; for the seed, the dropout_p."""
-    for name, form in _FORMS.items():
+    for name, form in CANONICAL_FORMS.items():
         if fields.get(name) is not None:
-            fields[name] = form(fields[name], fields["query"])
-    return fields
-
-
-def is_canonical_form(problem: P, given: Sequence[Any]) -> bool:
-    """Return True if a problem's first fields have the canonical forms of arguments; False if some were cast, say."""
-    fields = zip(problem._fields, given, problem, strict=False)
-    return all(argument is field or name in _FORMS for name, argument, field in fields)
+            fields[name] = form(fields[name], query)
+    return kind(**fields, left=left, right=right, fast=precision == "fast")
 
 
 def cast_operands(*operands: Any) -> tuple[Any, ...]:
@@ -482,7 +471,8 @@ def two_sided_slopes(slopes: Tensor | None) -> Tensor | None:  # (B or 1, Hq, 2)
     return slopes.unsqueeze(-1).expand(*slopes.shape, 2)
 
 
-_FORMS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
+# fields of problems, and their values for an argument of a call (that of the seed is dropout_p) and the query
+CANONICAL_FORMS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "bias": bias_tensor,
     "attn_mask": lambda mask, _: at_least(mask, 4),
     "alibi_slopes": lambda slopes, _: two_sided_slopes(slopes),

@@ -81,7 +81,7 @@ def forward(
         normalization.compute(p, result.row_sums, compute)
         return result
     (batch, heads, n, _), kv_heads = p.query.shape, p.key.shape[1]
-    call, is_new = _Call.of(prepared, p, _FORWARD, (*p[:7], *result))
+    call, is_new = _Call.of(prepared, p, result.weights.numel() > 0, _FORWARD, (*p[:7], *result))
     if is_new:
         call.set_operands(query=p.query, key=p.key, value=p.value)
         call.set_result("out", result.out)
@@ -124,9 +124,8 @@ def backward(
         problem, grad_out, row_terms = normalization.backward_operands(p, grad_out, result)
     prepared = prepared if problem is p else {}
     grads = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
-    call, is_new = _Call.of(
-        prepared, problem, _BACKWARD, (*problem[:7], grad_out, result.weights, row_terms, *grads)
-    )  # fmt: skip
+    tensors = (*problem[:7], grad_out, result.weights, row_terms, *grads)
+    call, is_new = _Call.of(prepared, problem, result.weights.numel() > 0, _BACKWARD, tensors)
     splits, part_size = call.args.splits, call.args.part_size
     score_sums = query_sums = None
     if needs_grad.bias or needs_grad.alibi_slopes:
@@ -180,15 +179,14 @@ class _Call:
 
     @classmethod
     def of(
-        cls, prepared: Prepared, p: Problem, names: Sequence[str], tensors: Sequence[Tensor | None]
+        cls, prepared: Prepared, p: Problem, saves: bool, names: Sequence[str], tensors: Sequence[Tensor | None]
     ) -> tuple["_Call", bool]:
         """Return the arguments for tensors by the names of their fields, and if the tensors are still to be set.
 
+        saves: True with saved weights, which are not a part of the signature of a forward pass.
         Those of an earlier pass are taken, so that no other thread finds them before ``finish``.
         """
-        weights = tensors[names.index("weights")]
-        has_weights = weights is not None and weights.numel() > 0
-        call: _Call | None = prepared.pop(has_weights, None)
+        call: _Call | None = prepared.pop(saves, None)
         if call is None:
             return cls(p, dict(zip(names, tensors, strict=True))), True
         for word, i in call._addresses:
