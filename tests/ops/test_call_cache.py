@@ -190,7 +190,7 @@ def test_the_profiler_sees_the_ops_of_repeated_calls():
     q, k, v = tensor(3, 1, 2, N, 16).unbind()
     for _ in range(3):
         sigmoid_attention(q, k, v)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         sigmoid_attention(q, k, v)
     assert "sigattn::dense_forward" in {event.key for event in profile.key_averages()}
 

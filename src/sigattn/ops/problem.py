@@ -66,7 +66,7 @@ def log_size_bias(n: int, device: torch.device) -> float | Tensor:
 def scale_or_default(scale: float | None, head_dim: int) -> float:
     """Return the factor of Q Kᵀ: D^-1/2 (1 if D = 0) for a scale of None."""
     # sym_float, because torch.jit.trace has tensors for sizes, whose power is of float32
-    return scale if scale is not None else torch.sym_float(max(head_dim, 1)) ** -0.5
+    return torch.sym_float(max(head_dim, 1)) ** -0.5 if scale is None else torch.sym_float(scale)
 
 
 class Problem(NamedTuple):
