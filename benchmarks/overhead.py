@@ -146,7 +146,7 @@ def host_calls(config: OverheadBenchmark) -> dict[str, Callable[[], Tensor]]:
     q, k, v = (random(2 * n, heads, head_dim).requires_grad_() for _ in range(3))
     starts = torch.tensor([0, n, 2 * n], dtype=torch.int32)
     query, keys, values = random(1, 1, heads, head_dim), *random(2, 1, 16 * n, heads, head_dim)
-    lengths = torch.tensor([8 * n], dtype=torch.int32)
+    lengths, new = torch.tensor([8 * n], dtype=torch.int32), random(2, 1, 1, heads, head_dim)
     return {
         "dense": dense(),
         "normalize, causal": dense(normalize=True, is_causal=True),
@@ -156,6 +156,9 @@ def host_calls(config: OverheadBenchmark) -> dict[str, Callable[[], Tensor]]:
         "packed": lambda: sigmoid_varlen_attention(q, k, v, starts, starts, n, n, backend="triton"),
         "cached": lambda: sigmoid_kvcache_attention(
             query, keys, values, bias=-4.0, cache_seqlens=lengths, backend="triton"
+        ),
+        "cached, appended": lambda: sigmoid_kvcache_attention(
+            query, keys, values, *new, bias=-4.0, cache_seqlens=lengths, backend="triton"
         ),
     }
 

@@ -14,6 +14,7 @@ import sigattn
 from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops import call_cache
 from sigattn.ops.attention import DENSE
+from sigattn.ops.kvcache import KV_CACHE
 
 N = 20
 
@@ -46,14 +47,19 @@ def packed(seed, starts=(0, 5, N), longest=15, **options):
         return str(error)
 
 
-def cached(seed, lengths=(N, 7), new=0, **options):
+def cached(seed, lengths=(N, 7), new=0, new_heads=4, of_new=lambda t: t, **options):
     q, keys, values = tensor(2, 1, 4, 16, seed=seed), *tensor(2, 2, N, 4, 16, seed=seed + 100)
-    added = tensor(2, 2, new, 4, 16, seed=seed + 200).unbind() if new else ()
+    added = [of_new(t) for t in tensor(2, 2, new, new_heads, 16, seed=seed + 200)] if new else []
     lengths = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, tuple) else lengths
     try:
-        return sigmoid_kvcache_attention(q, keys, values, *added, cache_seqlens=lengths, bias=-3.0, **options), keys
-    except ValueError as error:
+        out = sigmoid_kvcache_attention(q, keys, values, *added, cache_seqlens=lengths, bias=-3.0, **options)
+        return out, keys, values
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
+
+
+def with_grad(t):
+    return t.requires_grad_()
 
 
 @contextlib.contextmanager
@@ -120,6 +126,9 @@ CALLS = {
     "cached": [functools.partial(cached, **options) for options in (
         {}, {"lengths": (3, 4)}, {"lengths": (3, N + 1)}, {"lengths": 5}, {"lengths": None}, {"is_causal": True},
         {"new": 1, "lengths": (3, 4)}, {"new": 1, "lengths": (3, N)}, {"normalize": True}, {"num_splits": 2},
+        {"new": 1}, {"new": 2, "lengths": (3, 4)}, {"new": 1, "lengths": 3}, {"new": 1, "lengths": (-1, 4)},
+        {"new": 1, "lengths": (3, 4), "new_heads": 2}, {"new": 1, "lengths": (5, 6), "normalize": True},
+        *({"new": 1, "lengths": (3, 4), "of_new": f} for f in (with_grad, torch.Tensor.double, torch.Tensor.to_sparse)),
     )],
 }  # fmt: skip
 
@@ -144,7 +153,7 @@ def test_a_call_after_all_others_is_as_if_it_were_the_first(kind):
 
 
 def test_repeated_calls_are_known_and_hold_no_tensors(monkeypatch):
-    made, original = [], DENSE.choose
+    made, original, original_of_cache = [], DENSE.choose, KV_CACHE.choose
     monkeypatch.setattr(DENSE, "choose", lambda *given: made.append(1) or original(*given))
     known = [{}, {"bias": of_heads}, {"attn_mask": lambda seed: tensor(N, N, seed=seed)}, {"dropout_p": 0.5}]
     known += [{"normalize": True}, {"context": torch.inference_mode}, {"key_lengths": lambda _: torch.tensor([3, N])}]
@@ -152,6 +161,12 @@ def test_repeated_calls_are_known_and_hold_no_tensors(monkeypatch):
         made.clear()
         for seed in range(3):
             dense(seed, **options)
+        assert len(made) == 1, options
+    monkeypatch.setattr(KV_CACHE, "choose", lambda *given: made.append(1) or original_of_cache(*given))
+    for options in ({}, {"new": 1, "lengths": (3, 4)}):
+        made.clear()
+        for seed in range(3):
+            cached(seed, **options)
         assert len(made) == 1, options
     q, k, v = (tensor(2, 4, N, 16, seed=i, requires_grad=True) for i in range(3))
     references = [StorageWeakRef(t.untyped_storage()) for t in (q, k, v)]

@@ -166,7 +166,7 @@ class Operator(Generic[P]):
         FLOP_FORMULAS[op.overloadpacket] = num_flops
         return op
 
-    def recall(self, arguments: tuple[Any, ...]) -> tuple[Known, Sequence[Any]] | None:
+    def recall(self, arguments: tuple[Any, ...]) -> tuple[Known, list[Any]] | None:
         """Return what is known of a call of the public function, and its tensors, for ``run``; None if it is not known.
 
         arguments: first those that become the problem's tensors, for the seed dropout_p; then the others.

@@ -185,17 +185,21 @@ def sigmoid_kvcache_attention(
         return record(sigmoid_kvcache_attention, locals())  # type: ignore[unreachable]
     arguments = (
         query, key_cache, value_cache, cache_seqlens, bias, attn_mask, alibi_slopes, left_padding, block_table, None,
-        is_causal, scale, enable_gqa, window, softcap, normalize, num_splits, backend,
+        is_causal, scale, enable_gqa, window, softcap, normalize, num_splits, backend, *_described(query, key),
+        *_described(query, value),
     )  # fmt: skip
-    if key is None and value is None:
-        if (known := KV_CACHE.recall(arguments)) is not None:
-            return KV_CACHE.run(*known)
+    if (known := KV_CACHE.recall(arguments)) is not None:
+        call, tensors = known
+        if key is not None and value is not None:
+            tensors[3] = _append_checked(key_cache, value_cache, key, value, tensors[3], left_padding, block_table)
+        return KV_CACHE.run(call, tensors)
+    if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     validation.cache(
         _NAME, query=query, key_cache=key_cache, value_cache=value_cache, key=key, value=value, block_table=block_table,
         enable_gqa=enable_gqa,
     )  # fmt: skip
-    (batch, n, heads, _), pages = query.shape, key_cache.shape[0]
+    batch, n, heads, _ = query.shape
     if bias is None:
         raise TypeError(f"{_NAME}: bias must be the number or tensor that the model was trained with, got None")
     options = validation.options(
@@ -212,15 +216,32 @@ def sigmoid_kvcache_attention(
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
     if key is not None and value is not None:  # checked before the cache is changed
-        new_seqlens = seqlens + key.shape[1]
-        check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
-        append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
-        seqlens = new_seqlens
+        seqlens = _append_checked(key_cache, value_cache, key, value, seqlens, left_padding, block_table)
+        arguments = (*arguments[:3], seqlens, *arguments[4:])  # a repeated call appends as well
     problem = make_problem(
         KVCacheProblem, query, key_cache, value_cache, seqlens=seqlens, left_padding=left_padding,
         block_table=block_table, num_splits=num_splits, **options,
     )  # fmt: skip
-    return KV_CACHE(problem, backend, arguments if key is None else ())
+    return KV_CACHE(problem, backend, arguments)
+
+
+def _described(query: Tensor, new: Any) -> tuple[Any, ...]:
+    """Return what the validity of new keys or values depends on, as ``Operator.recall`` takes it."""
+    if type(new) is not Tensor:
+        return (None,) if new is None else (object(),)  # such as an fx proxy: no call is like this one
+    fits = new.dtype is query.dtype and new.device == query.device and new.layout is torch.strided
+    return tuple(new.shape), fits, new.requires_grad
+
+
+def _append_checked(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, seqlens: Tensor, left_padding: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Append new keys and values, and return the lengths with them; raise ValueError, before, if they do not fit."""
+    stops, capacity = seqlens + key.shape[1], key_cache.shape[1] * (1 if table is None else table.shape[1])
+    check_cache_bounds(_NAME, stops, left_padding, table, key_cache.shape[0], capacity)
+    append_to_cache(key_cache, value_cache, key, value, seqlens, table)
+    return stops
 
 
 def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, default: int | None) -> Tensor:  # (B,)
