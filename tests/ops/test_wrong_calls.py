@@ -230,6 +230,7 @@ TYPES = [
     (packed_flash(attn_mask=BLOCKS), "attn_mask must be a tensor, bool"),
     (paged([[0.0, 1.0]] * 2), "block_table must be a tensor of integers"),
     (paged([[0, 1]] * 2, q=None), "q must be a t"),
+    (cached(OF_CACHE, OF_CACHE, q=[[1.0]]), "query must be a tensor, got list"),
     (cached(bias=None), "bias must be the number or tensor that the model was trained"),
     (cached(is_causal="no"), "is_causal must be True or False, got 'no'"),
     (cached_flash(cache_seqlens=torch.tensor([3.0, 5.0])), ""),

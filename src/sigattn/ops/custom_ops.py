@@ -77,8 +77,8 @@ class Backend(Generic[P]):
     # that is a number is a part
     prepares: bool = False
 
-    def own(self, prepared: Prepared | None) -> list[Prepared]:
-        """Return the last arguments of both functions, given what was prepared for a signature; None without one."""
+    def last_arguments(self, prepared: Prepared | None) -> list[Prepared]:
+        """Return what both functions take last, given what was prepared for a signature; None without one."""
         return [{} if prepared is None else prepared] if self.prepares else []
 
 
@@ -218,7 +218,7 @@ class Operator(Generic[P]):
     def forward(self, problem: P, backend: str | None) -> Result:
         """Return the result of a problem, the sums of its rows included, without a node in autograd's graph."""
         backend = self.choose(problem, backend)
-        own = self.backends[backend].own(self._prepared_for((*problem, backend)))
+        own = self.backends[backend].last_arguments(self._prepared_for((*problem, backend)))
         return self.backends[backend].forward(self.checked(problem), None, *own)
 
     def backward(
@@ -299,7 +299,7 @@ class Operator(Generic[P]):
         problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
         saved = implementation.saved_weights(problem) if save else None
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            result = implementation.forward(problem, saved, *implementation.own(prepared))
+            result = implementation.forward(problem, saved, *implementation.last_arguments(prepared))
         if result.row_sums.numel() and self.formula is None:  # needed by the backward pass only
             return result._replace(row_sums=result.row_sums.new_empty(0))
         return result
@@ -342,7 +342,7 @@ class Operator(Generic[P]):
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             if problem.normalize and result.row_sums.dim() == 1:  # a transform's level below has not returned them
                 result = self._forward(None, *fields, backend, False)
-            own = implementation.own(prepared)
+            own = implementation.last_arguments(prepared)
             return implementation.backward(problem, grad_out, result, NeedsGrad(*needs_grad), *own)
 
     def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from sigattn.ops.problem import KVCacheProblem, as_index, cast_operands, make_pr
 from sigattn.ops.settings import BACKENDS
 
 _NAME = "sigmoid_kvcache_attention"
+_SEQLENS = KVCacheProblem._fields.index("seqlens")
 _BOUNDS = ("seqlens", "left_padding", "block_table", "query_ends")  # fields that bound the keys to read
 
 
@@ -191,7 +192,8 @@ def sigmoid_kvcache_attention(
     if (known := KV_CACHE.recall(arguments)) is not None:
         call, tensors = known
         if key is not None and value is not None:
-            tensors[3] = _append_checked(key_cache, value_cache, key, value, tensors[3], left_padding, block_table)
+            given = (tensors[_SEQLENS], left_padding, block_table)
+            tensors[_SEQLENS] = _append_checked(key_cache, value_cache, key, value, *given)
         return KV_CACHE.run(call, tensors)
     if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
@@ -217,7 +219,7 @@ def sigmoid_kvcache_attention(
     seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
     if key is not None and value is not None:  # checked before the cache is changed
         seqlens = _append_checked(key_cache, value_cache, key, value, seqlens, left_padding, block_table)
-        arguments = (*arguments[:3], seqlens, *arguments[4:])  # a repeated call appends as well
+        arguments = (*arguments[:_SEQLENS], seqlens, *arguments[_SEQLENS + 1 :])  # a repeated call appends as well
     problem = make_problem(
         KVCacheProblem, query, key_cache, value_cache, seqlens=seqlens, left_padding=left_padding,
         block_table=block_table, num_splits=num_splits, **options,
@@ -225,10 +227,12 @@ def sigmoid_kvcache_attention(
     return KV_CACHE(problem, backend, arguments)
 
 
-def _described(query: Tensor, new: Any) -> tuple[Any, ...]:
+def _described(query: Any, new: Any) -> tuple[Any, ...]:
     """Return what the validity of new keys or values depends on, as ``Operator.recall`` takes it."""
-    if type(new) is not Tensor:
-        return (None,) if new is None else (object(),)  # such as an fx proxy: no call is like this one
+    if new is None:
+        return (None,)
+    if type(new) is not Tensor or type(query) is not Tensor:
+        return (...,)  # no call is known with it
     fits = new.dtype is query.dtype and new.device == query.device and new.layout is torch.strided
     return tuple(new.shape), fits, new.requires_grad
 

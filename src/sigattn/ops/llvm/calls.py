@@ -269,7 +269,7 @@ class _Call:
         self.set(name, result, *result.stride()[:3])
 
     def allocate(self, sizes: dict[str, int]) -> None:
-        """Set the fields of a pass's memory to uninitialised memory on the device of the operands."""
+        """Set the fields of a pass's memory to uninitialised memory."""
         is_small = sum(sizes.values()) <= _ONE_ALLOCATION
         for piece in [sizes] if is_small else [{name: size} for name, size in sizes.items()]:
             self._memory.append(torch.empty(sum(piece.values()), dtype=torch.uint8, device="cpu"))
