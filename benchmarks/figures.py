@@ -38,7 +38,6 @@ STEPS_RESULTS = (
     "block-768-bfloat16-zen4",
     "block-2048-zen4",
 )
-STEPS = ("sigmoid", "sigmoid, quadratic bias")
 LOWER_IS_BETTER = ("bits", "wer")
 LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
 Row = dict[str, Any]
@@ -233,16 +232,14 @@ def memory_table(report: Row) -> str:
 
 
 def steps_table(report: Row) -> str:
-    """Return a table of the time of a step: softmax's over sigmoid's, and that of the quadratic bias over it."""
+    """Return a table of the time of a step, softmax's over sigmoid's."""
     config = report["configuration"]
     lines = []
     for model in config["models"]:
         for n in config["lengths"]:
             for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
-                sigmoid, quadratic = (select(report["rows"], model=model, n=n, mode=mode, attention=a) for a in STEPS)
-                softmax_over_ours = [f"{row['softmax_time_over_this']:.2f}" for row in sigmoid]
-                over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in quadratic]
-                lines.append([model, f"{n:,}", mode, *softmax_over_ours, *over_sigmoid])
+                sigmoid = select(report["rows"], model=model, n=n, mode=mode, attention="sigmoid")
+                lines.append([model, f"{n:,}", mode, *(f"{row['softmax_time_over_this']:.2f}" for row in sigmoid)])
     parts = {"layer": "One attention layer", "block": "One block"}
     measured = next(
         (parts[p] for p in parts if all(p in m for m in config["models"])), f"{config['num_layers']} layers"
@@ -251,8 +248,7 @@ def steps_table(report: Row) -> str:
         f"{measured} of width {config['embed_dim']}, {config['num_heads']} heads, {config['tokens']:,} tokens a batch, "
         f"threads: {config['threads']}; {provenance(report)}"
     )
-    head = ["model", "n", "mode", *config["dtypes"], *(f"quadratic bias, {dtype}" for dtype in config["dtypes"])]
-    return f"{setting}:\n\n{table(head, lines)}"
+    return f"{setting}:\n\n{table(['model', 'n', 'mode', *config['dtypes']], lines)}"
 
 
 def error_table(report: Row) -> str:

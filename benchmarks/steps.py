@@ -39,10 +39,9 @@ _COLUMNS = {
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
-SOFTMAX, SIGMOID, QUADRATIC, CONVERTED = "softmax", "sigmoid", "sigmoid, quadratic bias", "sigmoid, converted"
+SOFTMAX, SIGMOID, CONVERTED = "softmax", "sigmoid", "sigmoid, converted"
 _SETTINGS: dict[str, dict[str, Any]] = {
-    QUADRATIC: {"attention_bias": "log_visible", "learn_bias": "quadratic"},
-    CONVERTED: {"attention_bias": "log_visible", "learn_bias": "head", "normalize": True},
+    CONVERTED: {"attention_bias": "log_visible", "learn_bias": "head", "normalize": True}
 }
 _RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
 _PARTS: dict[str, tuple[type[nn.Module], bool]] = {  # parts of "vit", and whether they are differentiated
@@ -119,7 +118,7 @@ def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
 def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dict[str, Any]]:
     calls: dict[tuple[bool, str], Callable[[], object]] = {}
     for compiled in (False, True) if config.compiled else (False,):
-        for attention in (SOFTMAX, SIGMOID, QUADRATIC, CONVERTED):
+        for attention in (SOFTMAX, SIGMOID, CONVERTED):
             calls[compiled, attention] = _step(config, model, n, attention, DTYPES[dtype], compiled=compiled)
     baselines.reset_compiled()
     timings = time_calls({f"{c} {a}": call for (c, a), call in calls.items()}, config.rounds)

@@ -35,5 +35,4 @@ SUMMARIES = {
     "dropped-keys": "Attention was computed without the keys that contribute least",
     "embeddings": "A sentence encoder was converted to sigmoid attention, without training",
     "small-models": "Settings were searched for with which small sigmoid models are level with softmax",
-    "small-models-transfer": "The settings for small models were tried on further texts, sizes and sums",
 }

@@ -16,7 +16,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.baselines import IMPLEMENTATIONS, NAIVE, OURS, SDPA, Implementation
 from benchmarks.parts import PARTS
 from benchmarks.provenance import BenchmarkError
-from sigattn.nn import Attention, QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn import Attention, VisibleKeysLinearBias
 from sigattn.ops import llvm
 from sigattn.ops.llvm.processor import AVX2, NEON, Processor
 from sigattn.ops.triton import tuning
@@ -148,15 +148,15 @@ def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch
 
 
 def test_models_of_steps_differ_in_the_attention_only(tmp_path, monkeypatch):
-    """The converted model has the bias and the output scale of a conversion."""
+    """The converted model has the bias of a conversion."""
     models = []
     make = steps.make_optimizer
     monkeypatch.setattr(steps, "make_optimizer", lambda model, *args: models.append(model) or make(model, *args))
     run("steps", tmp_path, models=("language",))
     layers = [next(m for m in model.modules() if isinstance(m, Attention)) for model in models]
-    assert [layer.activation for layer in layers] == ["softmax", "sigmoid", "sigmoid", "sigmoid"]
-    assert [type(layer.attention_bias) for layer in layers[2:]] == [QuadraticBias, VisibleKeysLinearBias]
-    assert [layer.normalize for layer in layers] == [False, False, False, True]
+    assert [layer.activation for layer in layers] == ["softmax", "sigmoid", "sigmoid"]
+    assert type(layers[2].attention_bias) is VisibleKeysLinearBias
+    assert [layer.normalize for layer in layers] == [False, False, True]
     softmax, sigmoid = ({n: p.shape for n, p in model.named_parameters()} for model in models[:2])
     assert softmax == sigmoid
 

@@ -120,7 +120,6 @@ WRAPPED = [type(kind, (Both,), {}) for kind in ("DistributedDataParallel", "FSDP
 IN_TRAINING = r"'' \(\w+\) is part of distributed training"  # it would not synchronise the gradients of biases
 GRAPHS = f"exported graphs cannot be replaced: .*{SDPA}"
 OTHER_BIASES = [sigattn.nn.SampleLengthBias(), sigattn.nn.QueryBias(), sigattn.nn.AlibiKeysBias()]
-OTHER_BIASES += [sigattn.nn.QuadraticBias(2, 4, 4)]
 REFUSED = {  # name: model, part of the message, calls
     # batches and values
     "no batches": (Attend, "batches is empty", {"batches": []}),

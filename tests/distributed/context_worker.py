@@ -88,7 +88,7 @@ def attention(mesh):
 
 MODELS = [
     {"position": "rope", "num_kv_heads": 2, "attention_bias": "log_batch", "length_power": 0.5, "normalize": True},
-    {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic", "temperature": 0.3},
+    {"position": "alibi", "attention_bias": "log_alibi", "temperature": 0.3},
     {"position": "sincos", "attention_bias": "log_visible", "learn_bias": "head", "norm_placement": "hybrid"},
 ]
 

@@ -48,8 +48,6 @@ SETTINGS = [
     ("causal-bias-larger --scale smoke --more-seeds GPT-2 5", "names 'GPT-2', which"),
     ("small-models --scale paper", "no such scale"),
     ("small-models --seeds 1", "--seeds 7, not 1"),
-    ("small-models-transfer --scale paper", "no such scale"),
-    ("small-models-transfer", "name it with --data"),
     ("position-ablation --scale paper", "C4's realnews"),
     ("bias-rules --scale paper", "C4's realnews"),
     ("dropped-keys --scale paper", "C4's realnews"),

@@ -41,7 +41,6 @@ CACHED = ("conversion", "initial-norms", "pair-repeat")  # by mechanisms of thei
 USED_OTHERWISE = {"conversion": {"speech"}}
 # their evaluation reads bytes, so that the tokenizer that training would read is refused
 USED_OTHERWISE |= {"bias-rules": {"tokenizer"}, "dropped-keys": {"tokenizer"}}
-USED_OTHERWISE |= {"small-models-transfer": {"tokenizer"}}  # its texts are compared as bytes
 
 
 class _Recorded(Setting):

@@ -1,10 +1,6 @@
-"""Settings for small models: the choice, the verdicts, and what ``recommend`` says of them."""
-
-import pytest
+"""Settings for small models: the choice and the verdicts."""
 
 from experiments import small_models as study
-from sigattn.nn import recommend
-from sigattn.recipes import find_recipe
 
 OTHER = list(study.CANDIDATES)[1]
 
@@ -43,16 +39,3 @@ def test_normalized_attention_is_not_chosen_and_is_paired_with_softmax_of_its_de
     assert [f.verdict for f in study.judge_search(rows, "small")] == ["agrees", "agrees", "not shown"]
     rows += rows_of(study.SOFTMAX_OF_NORMALIZED, study.JUDGING, 1.9, 2.0, 2.1)
     assert [f.verdict for f in study.judge_search(rows, "small")] == ["agrees"] * 3
-
-
-@pytest.mark.parametrize("domain", ["vision", "speech", "language"])
-def test_recommendation(domain):
-    """The settings are those of the chosen variant, with ALiBi's weights in language, and its recipe takes them."""
-    r = recommend(domain, small=True)
-    task = study.TASKS[domain]
-    settings = {"attention_bias": r.attention_bias, "learn_bias": r.learn_bias}
-    chosen = study.PER_QUERY | ({"attention_bias": "log_alibi"} if domain == "language" else {})
-    assert (r.recipe, settings) == (task.recipe, chosen)
-    t = find_recipe(r.recipe).with_transformer(**task.changes, **settings).transformer
-    of_recipe = (t.position, t.qk_norm != "none", t.init_values is not None, t.norm_placement)
-    assert of_recipe == (r.position, r.qk_norm, r.layer_scale, r.norm_placement)

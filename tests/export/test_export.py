@@ -300,7 +300,7 @@ def test_language_models():
         lambda b, n, m: {"tokens": torch.randint(50, (b, n))},
         {"tokens": {0: B, 1: Dim("n", max=64)}},
         rope=language_model(**rope),
-        alibi=language_model(position="alibi", attention_bias="log_alibi", learn_bias="quadratic"),
+        alibi=language_model(position="alibi", attention_bias="log_alibi"),
         documents=lambda tokens: model(tokens, documents=nn.Documents.from_end_token(tokens % 5, 0)),
     )
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from sigattn.conversion.transformers import TransformersAdapter
 from sigattn.integrations.transformers.configured import Configured
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import VisibleKeysLinearBias
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}

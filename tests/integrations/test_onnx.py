@@ -19,7 +19,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function  # no
 from sigattn import convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import sigmoid_mask  # noqa: E402
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
+from sigattn.nn.bias import VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),

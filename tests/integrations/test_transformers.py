@@ -24,8 +24,7 @@ from sigattn import convert  # noqa: E402
 from sigattn.conversion.transformers import TransformersAdapter  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
-from sigattn.nn.bias import LearnableBias  # noqa: E402
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
+from sigattn.nn.bias import LearnableBias, VisibleKeysLinearBias  # noqa: E402
 from tests.conversion.layers import refused  # noqa: E402
 from tests.conversion.test_fit import of_transformers  # noqa: E402
 from tests.integrations import small_models  # noqa: E402

@@ -15,7 +15,7 @@ SMALL = {"vocab_size": 11, "max_seq_len": 24, "num_layers": 2, "embed_dim": 24, 
 MODELS = [
     {"position": "rope"},
     {"position": "sincos"},
-    {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic"},
+    {"position": "alibi", "attention_bias": "log_alibi"},
     {"position": "alibi", "learn_bias": "head", "temperature": 0.5},
     {"position": "rope", "activation": "softmax", "num_kv_heads": 1},
 ]

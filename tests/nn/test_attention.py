@@ -32,17 +32,6 @@ POSITIONS = {
 }
 
 
-class QueryFeatureBias(nn.AttentionBias):
-    """Stand-in for a fitted predictor: a feature of the query, and the visible keys."""
-
-    needs_visible = True
-    needs_query = True
-
-    def forward(self, num_queries, num_keys, *, visible=None, query=None, **_):
-        assert visible.dim() == query.dim() == 4
-        return query[..., :1] * 0.5 - 0.9 * visible.to(query.dtype).log()
-
-
 def linear_bias():
     bias = nn.VisibleKeysLinearBias(H)
     bias.constant.data.copy_(torch.linspace(-1, 1, H))
@@ -65,7 +54,6 @@ BIASES = {
         linear_bias,
         lambda bias, log_seen, **_: bias.constant.view(H, 1, 1) + bias.slope.view(H, 1, 1) * log_seen,
     ),
-    "feature": (QueryFeatureBias, lambda bias, q, log_seen, **_: q[..., :1] * 0.5 - 0.9 * log_seen),
 }
 RULES = ("context", "batch", "sample", "visible", "ALiBi's keys")  # 6 less with normalize
 ONLY_WITH = {"query": ("none",), "ALiBi's keys": ("alibi", "split")}  # positions

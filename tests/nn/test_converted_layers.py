@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sigattn import convert
 from sigattn.nn import VisibleKeysBias
 from tests.conversion.layers import Attend
-from tests.nn.test_attention import B, E, H, N, QueryFeatureBias, X, linear_bias
+from tests.nn.test_attention import B, E, H, N, X, linear_bias
 
 ROW, COL = torch.arange(N)[:, None], torch.arange(N)
 BIASES = {"default": lambda: None, "number": lambda: -1.0, "visible": VisibleKeysBias, "fitted": linear_bias}
@@ -157,8 +157,6 @@ def test_what_is_refused():
     convert(layer, bias=linear_bias())
     with pytest.raises(ValueError, match=r"biases of 4 heads, and the query has 2: .* if tensor parallelism"):
         layer(X)
-    with pytest.raises(ValueError, match="QueryFeatureBias needs lengths, ALiBi or the query, which '' does not give"):
-        convert(Attend(), bias=QueryFeatureBias())
     layer = nn.MultiheadAttention(E, H)
     convert(layer)
     with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch

@@ -89,7 +89,7 @@ def test_a_cache_is_traced_for_any_length():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"length_power": 0.5}, {"attention_bias": "log_visible", "learn_bias": "quadratic"}], ids=str
+    "settings", [{"length_power": 0.5}, {"attention_bias": "log_visible", "learn_bias": "head"}], ids=str
 )
 def test_a_model_counts_the_visible_keys_of_each_call(settings):
     sizes = {"vocab_size": 50, "max_seq_len": 64, "num_layers": 1, "embed_dim": 32, "num_heads": 4}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigattn.conversion.report import ConversionError
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
 from sigattn.nn.written_softmax import WrittenSoftmax
 from sigattn.ops.problem import Problem

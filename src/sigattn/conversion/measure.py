@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from sigattn.conversion.fit import RowStatistics, finite_statistics, is_padding
 from sigattn.conversion.report import HeadReport, LayerReport
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import VisibleKeysLinearBias
 from sigattn.nn.observer import Attend, AttentionCall
 
 

@@ -20,8 +20,15 @@ from sigattn.conversion.report import ConversionError, SoftmaxLayer
 from sigattn.models.transformer import Transformer
 from sigattn.nn import code_search, functional, run_search
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import AttentionBias, BatchLengthBias, ConstantBias, LearnableBias, QueryBias, VisibleKeysBias
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import (
+    AttentionBias,
+    BatchLengthBias,
+    ConstantBias,
+    LearnableBias,
+    QueryBias,
+    VisibleKeysBias,
+    VisibleKeysLinearBias,
+)
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.observer import Attend, AttentionCall, CallObserver
@@ -227,7 +234,7 @@ def _refuse_wrapped(findings: Sequence[Finding]) -> None:
 
 def _check_bias(name: str, bias: AttentionBias) -> None:
     """Raise for a bias that depends on more than the masks of a call."""
-    if bias.needs_alibi or bias.needs_lengths or bias.needs_query or isinstance(bias, QueryBias):
+    if bias.needs_alibi or bias.needs_lengths or isinstance(bias, QueryBias):
         raise ConversionError(
             f"{type(bias).__name__} needs lengths, ALiBi or the query, which {name!r} does not give; use "
             "another bias (None is -log of the number of visible keys)"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sigattn.conversion.adapter import refuse_distributed, refuse_offloaded
 from sigattn.conversion.modules import ModuleAdapter
 from sigattn.conversion.report import ConversionError, errors_of
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import VisibleKeysLinearBias
 from sigattn.nn.run_search import Example
 
 _BIAS_KEY = re.compile(r"(?:(.+)\.)?(?:sigmoid_bias|attention_bias)\.(.+)")  # layer and parameter

@@ -69,8 +69,7 @@ class TransformerConfig(ModelConfig):
             "log_batch" where that is a number), and for no bias otherwise.
         normalize: True to divide the sigmoid's weights by the sum of each row.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
-            "head" (one per head; two with "log_visible" and "log_alibi"), "query" (added to Q) or, with "log_visible"
-            and "log_alibi", "quadratic" (``QuadraticBias``, for small models).
+            "head" (one per head; two with "log_visible") or "query" (added to Q).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".
@@ -179,9 +178,7 @@ class TransformerConfig(ModelConfig):
             return None
         if rule is None:
             rule = self.default_bias if self.activation == "sigmoid" else 0.0
-        bias = make_bias(
-            rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, head_dim=self.head_dim
-        )
+        bias = make_bias(rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads)
         if bias.needs_lengths and not self.KNOWS_LENGTHS:
             raise ValueError(
                 f"attention_bias={rule!r} is -log of each sample's length, which {type(self).__name__} does not give: "

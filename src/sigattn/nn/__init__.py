@@ -12,6 +12,7 @@ from sigattn.nn.bias import (
     QueryBias,
     SampleLengthBias,
     VisibleKeysBias,
+    VisibleKeysLinearBias,
 )
 from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.block import Block
@@ -19,7 +20,6 @@ from sigattn.nn.cape import Cape, ImageCape
 from sigattn.nn.conformer import ConformerBlock, ConvolutionModule
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import MLP, SwiGLU
-from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.guide import Recommendation, recommend
 from sigattn.nn.initialization import initialize, mup_simple
@@ -31,10 +31,10 @@ from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, Sinu
 from sigattn.nn.residual_branch import DropPath, LayerScale
 
 __all__ = [
-    "MLP", "Alibi", "AlibiKeysBias", "AlibiLinearBias", "AlibiQuadraticBias", "Attention", "AttentionBias",
+    "MLP", "Alibi", "AlibiKeysBias", "Attention", "AttentionBias",
     "BatchLengthBias", "Block", "Cape", "ConformerBlock", "ConstantBias", "ContextLengthBias", "ConvolutionModule",
     "Documents", "DropPath", "ImageCape", "KVCache", "LayerNorm", "LayerScale", "LearnableBias", "LearnableEmbedding",
-    "MaskSpec", "MaskedBatchNorm", "PerformerFeatures", "QuadraticBias", "QueryBias", "RMSNorm", "Recommendation",
+    "MaskSpec", "MaskedBatchNorm", "PerformerFeatures", "QueryBias", "RMSNorm", "Recommendation",
     "RotaryEmbedding", "SampleLengthBias", "SigmoidMultiheadAttention", "SinusoidalEmbedding", "SwiGLU",
     "VisibleKeysBias", "VisibleKeysLinearBias", "alibi_slopes", "initialize", "make_bias", "mup_simple", "recommend",
 ]  # fmt: skip

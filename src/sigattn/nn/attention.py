@@ -292,7 +292,6 @@ class Attention(nn.Module):
         num_keys = key.shape[2]
         spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))
         out = self._attend(query, key, value, spec)
-        out = out if self.attention_bias is None else self.attention_bias.scaled(out)
         if self.length_power:
             n = self._over_sequence(functional.num_visible_keys, query, num_keys, spec).clamp(min=1)
             out = out * (n**-self.length_power).to(out.dtype)
@@ -378,7 +377,6 @@ class Attention(nn.Module):
         b: float | Tensor = rule(
             *((query.shape[2], num_keys) if shard is None else (shard.length, shard.length)),
             query_offset=spec.query_offset, key_lengths=spec.key_lengths, device=query.device, visible=visible,
-            query=query if rule.needs_query else None,
         )  # fmt: skip
         if shard is not None and isinstance(b, Tensor) and b.dim() > 1 and b.shape[-2] == shard.length > 1:
             b = b.index_select(-2, shard.positions(query.device))

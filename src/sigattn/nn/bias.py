@@ -3,8 +3,7 @@
 Each is called with the number of queries and keys, and returns the ``bias`` of ``sigmoid_attention``: a number, or a
 tensor that broadcasts to (B, Hq, N, 1).
 
-``sigattn.nn.fitted_bias`` has those that predict softmax's denominator, of converted models among others, and
-``sigattn.nn.bias_rules`` the names of biases in configurations.
+``sigattn.nn.bias_rules`` has the names of biases in configurations.
 
 With ``normalize`` the rules of a number of keys are 6 less, as in the operators; numbers and parameters are not.
 
@@ -29,7 +28,6 @@ class AttentionBias(nn.Module):
         needs_lengths: True if each sample's length must be given.
         needs_visible: True if the number of keys that each query sees must be given.
         needs_alibi: True if that number must be the sum of ALiBi's weights exp(-slope · distance) over these keys.
-        needs_query: True if the queries must be given.
         is_rule: True for a rule of a number of keys, from which ``normalize`` subtracts 6, as in the operators.
         full_precision: True if FSDP must not gather the parameters in bfloat16: a bias that is rounded near -7.6
             changes every weight of the attention by up to 1.6 %.
@@ -38,13 +36,12 @@ class AttentionBias(nn.Module):
     needs_lengths = False
     needs_visible = False
     needs_alibi = False
-    needs_query = False
     is_rule = False
     full_precision = True
 
     def forward(
         self, num_queries: int, num_keys: int, *, query_offset: int = 0, key_lengths: Tensor | None = None,
-        device: torch.device, visible: int | Tensor | None = None, query: Tensor | None = None,
+        device: torch.device, visible: int | Tensor | None = None,
     ) -> float | Tensor:  # fmt: skip
         """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
@@ -54,18 +51,12 @@ class AttentionBias(nn.Module):
             visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point, or an
                 int for all queries; for biases with needs_visible. With needs_alibi, the sum of ALiBi's weights of
                 these keys, above 0.
-            query: (B, Hq, N, D), as multiplied with the keys (after norms and positions, before scale); for biases
-                with needs_query. Under context parallelism N is the number of this process's queries.
         """
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
     def of_call(self, b: float | Tensor, normalize: bool) -> float | Tensor:
         """Return the bias of a call, given the result of ``forward``: 6 less for a rule with ``normalize``."""
         return b - NORMALIZED_MARGIN if normalize and self.is_rule else b
-
-    def scaled(self, output: Tensor) -> Tensor:
-        """Return the attention's output, (B, Hq, N, Dv), times a scale of each row, in the output's dtype."""
-        return output
 
 
 class ConstantBias(AttentionBias):
@@ -149,6 +140,46 @@ class AlibiKeysBias(VisibleKeysBias):
     """
 
     needs_alibi = True
+
+
+class VisibleKeysLinearBias(AttentionBias):
+    """Bias of c + a · log(visible keys), with a learned constant c and slope a for each head.
+
+    It starts as -log of the visible keys: c = 0, a = -1. ``sigattn.convert`` fits it to -log of a softmax's denominator
+    (``sigattn.conversion.fit``).
+
+    Args:
+        num_heads: number of query heads.
+
+    Attributes:
+        constant: c, (num_heads,). slope: a, (num_heads,). Vectors, so that no optimiser decays them as a matrix.
+    """
+
+    needs_visible = True
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads: int = num_heads
+        self.constant: nn.Parameter = nn.Parameter(torch.empty(num_heads))
+        self.slope: nn.Parameter = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.constant)
+        nn.init.constant_(self.slope, -1.0)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+    def forward(self, *_: Any, visible: int | Tensor | None = None, **__: Any) -> Tensor:
+        """Return the bias for ``visible``, which must be given: (B or 1, num_heads, N or 1, 1), at least float32."""
+        if visible is None:
+            raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
+        wide = torch.promote_types(self.constant.dtype, torch.float32)
+        constant, slope = self.constant.to(wide), self.slope.to(wide)
+        if not isinstance(visible, Tensor):  # one operator: calls of few tokens are short
+            return torch.add(constant, slope, alpha=math.log(visible)).view(1, -1, 1, 1)
+        return constant.view(-1, 1, 1) + slope.view(-1, 1, 1) * visible.to(wide).log()
 
 
 class LearnableBias(AttentionBias):

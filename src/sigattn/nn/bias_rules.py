@@ -3,11 +3,10 @@
 from typing import Literal, get_args
 
 from sigattn.nn import bias
-from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.problem import log_length_bias
 
 Rule = Literal["log_context", "log_batch", "log_sample", "log_visible", "log_alibi"]
-Learn = Literal["no", "layer", "head", "query", "quadratic"]
+Learn = Literal["no", "layer", "head", "query"]
 _RULES: dict[str, type[bias.AttentionBias]] = {
     "log_batch": bias.BatchLengthBias,
     "log_sample": bias.SampleLengthBias,
@@ -22,7 +21,6 @@ def make_bias(
     learn: Learn = "no",
     max_seq_len: int | None = None,
     num_heads: int,
-    head_dim: int | None = None,
 ) -> bias.AttentionBias:
     """Create the bias that a configuration names.
 
@@ -31,11 +29,9 @@ def make_bias(
             (of each sample's own length), "log_visible" (of the keys a query sees) or "log_alibi" (of these keys,
             each counted by ALiBi's weight, exp(-slope · distance)).
         learn: "no"; for a number or "log_context" also "layer" (one parameter), "head" (one per head) or "query" (one
-            added to Q); for "log_visible" and "log_alibi" also "head" (``VisibleKeysLinearBias``) or "quadratic"
-            (``QuadraticBias``).
+            added to Q); for "log_visible" also "head" (``VisibleKeysLinearBias``).
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
-        head_dim: number of features of a head, needed for "quadratic".
 
     Raises:
         ValueError: for another rule or learn, or if the two exclude each other.
@@ -49,10 +45,6 @@ def make_bias(
             return bias.ContextLengthBias(max_seq_len)
         rule = log_length_bias(max_seq_len)
     if not isinstance(rule, str):
-        if learn == "quadratic":
-            raise ValueError(
-                f'learn="quadratic" needs attention_bias="log_visible" or "log_alibi", got attention_bias={rule!r}'
-            )
         if learn in ("layer", "head"):
             return bias.LearnableBias(rule, num_heads if learn == "head" else None)
         return bias.ConstantBias(rule) if learn == "no" else bias.QueryBias(rule)
@@ -60,14 +52,9 @@ def make_bias(
         raise ValueError(f"attention_bias must be a number or one of {get_args(Rule)}, got {rule!r}")
     if learn == "no":
         return _RULES[rule]()
-    if rule not in ("log_visible", "log_alibi") or learn not in ("head", "quadratic"):
+    if rule != "log_visible" or learn != "head":
         raise ValueError(
-            'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" or "log_alibi" '
-            f'with learn="head" or "quadratic", got {rule!r} with learn={learn!r}'
+            'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" with learn="head", '
+            f"got {rule!r} with learn={learn!r}"
         )
-    by_visible_keys = rule == "log_visible"
-    if learn == "head":
-        return (VisibleKeysLinearBias if by_visible_keys else AlibiLinearBias)(num_heads)
-    if head_dim is None:
-        raise ValueError('learn="quadratic" needs head_dim, the number of features of a head; got None')
-    return (QuadraticBias if by_visible_keys else AlibiQuadraticBias)(num_heads, head_dim, head_dim)
+    return bias.VisibleKeysLinearBias(num_heads)

@@ -1,4 +1,4 @@
-"""Recommendations of the practitioner's guide (App. "Practitioner's Guide", Table "practioners") and for small models.
+"""Recommendations of the practitioner's guide (App. "Practitioner's Guide", Table "practioners").
 
 Also warnings of combinations that the paper found hard to train.
 """
@@ -7,7 +7,7 @@ import functools
 import warnings
 from typing import NamedTuple
 
-from sigattn.ops import scalars, validation
+from sigattn.ops import scalars
 
 
 class Recommendation(NamedTuple):
@@ -23,8 +23,7 @@ class Recommendation(NamedTuple):
         attention_bias: rule of b, as in ``sigattn.nn.bias_rules.make_bias``; 0.0 for none.
         norm_placement: "pre" or "hybrid" (for speech, "hybrid_attention").
         reason: reason, with the section or table of the paper.
-        recipe: name of the recipe with this configuration; for speech it has CAPE, and for small models another bias.
-        learn_bias: what is learned of b, as in ``make_bias``.
+        recipe: name of the recipe with this configuration; for speech it has CAPE.
     """
 
     position: str
@@ -34,7 +33,6 @@ class Recommendation(NamedTuple):
     norm_placement: str
     reason: str
     recipe: str
-    learn_bias: str = "no"
 
 
 _LAYER_SCALE = (
@@ -73,26 +71,10 @@ _LONG_LANGUAGE = Recommendation(
     'not, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
     "lm-1b-4k",
 )  # fmt: skip
-_SMALL_MODELS = (
-    "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
-    "with softmax in language, vision and speech (experiment small-models), and on further texts, sizes and sums "
-    "(small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
-    "the visible keys was 0.05 bits behind that in a model of 4 layers of 128; on a CPU a step takes up to 15 % "
-    "longer (docs/measurements.md)"
-)
-_SMALL = {
-    "vision": Recommendation(
-        "learnable", True, True, "log_visible", "pre", _SMALL_MODELS, "vit-supervised-tiny", "quadratic"
-    ),
-    "speech": Recommendation("rope", True, True, "log_visible", "pre", _SMALL_MODELS, "asr-ls960-tiny", "quadratic"),
-    "language": Recommendation("alibi", True, False, "log_alibi", "pre", _SMALL_MODELS, "lm-1b-2k-tiny", "quadratic"),
-}
 OBJECTIVES = {domain: tuple(o for d, o in _GUIDE if d == domain) for domain, _ in _GUIDE}
 
 
-def recommend(
-    domain: str, objective: str | None = None, sequence_length: int | None = None, *, small: bool = False
-) -> Recommendation:
+def recommend(domain: str, objective: str | None = None, sequence_length: int | None = None) -> Recommendation:
     """Return the layers and the bias that the practitioner's guide recommends with sigmoid attention.
 
     Args:
@@ -100,12 +82,10 @@ def recommend(
         objective: for vision "supervised", "byol", "simclr" or "mae"; for speech "ctc"; for language "next-token".
             None for the first of the domain.
         sequence_length: length of the longest sequence; needed for language, where the advice changes at 2048.
-        small: True for models of 10⁵ to 10⁶ parameters, by the experiments "small-models" and "small-models-transfer"
-            of this library (of "vision" they have the objective "supervised" only); the guide is for 10⁸ to 10⁹.
 
     Raises:
-        ValueError: for a case that the guide, or the experiment, does not contain.
-        TypeError: if sequence_length is not an integer, or small not a bool.
+        ValueError: for a case that the guide does not contain.
+        TypeError: if sequence_length is not an integer.
 
     >>> recommend("language", sequence_length=4096).norm_placement
     'hybrid'
@@ -115,16 +95,8 @@ def recommend(
     objective = OBJECTIVES[domain][0] if objective is None else objective
     if objective not in OBJECTIVES[domain]:
         raise ValueError(f"recommend: for {domain} objective must be one of {OBJECTIVES[domain]}, got {objective!r}")
-    validation.flag("recommend", "small", small)
     if sequence_length is not None and scalars.integer("recommend", "sequence_length", sequence_length) < 1:
         raise ValueError(f"recommend: sequence_length must be at least 1, got {sequence_length}")
-    if small and objective != OBJECTIVES[domain][0]:
-        raise ValueError(
-            f"recommend: small models of {domain} were trained with objective={OBJECTIVES[domain][0]!r} only, got "
-            f"{objective!r}: pass small=False for the paper's advice"
-        )
-    if small:
-        return _SMALL[domain]
     if domain == "language" and sequence_length is None:
         raise ValueError("recommend: language needs sequence_length, the length of the longest sequence")
     is_long = domain == "language" and sequence_length is not None and sequence_length > 2048

@@ -52,7 +52,7 @@ def evaluate_bias(
     if bias is None:
         b_of_samples = _bias_of_samples(query, key, mask, is_causal)
         return b_of_samples - NORMALIZED_MARGIN if normalize and b_of_samples is not None else b_of_samples
-    if bias.needs_alibi or bias.needs_query:
+    if bias.needs_alibi:
         raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention only, not for other layers")
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     visible = None

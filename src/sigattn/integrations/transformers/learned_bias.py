@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sigattn.integrations.transformers.check import KeptSoftmax, sub_configs
 from sigattn.integrations.transformers.configured import ATTRIBUTE, CONFIGS, REST, is_attention, restore_class
 from sigattn.integrations.transformers.saving import NORMALIZE, restored
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.bias import VisibleKeysLinearBias
 
 Record = dict[str, Any]
 

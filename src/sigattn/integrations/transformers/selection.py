@@ -30,7 +30,7 @@ from sigattn.integrations.transformers.configured import (
 )
 from sigattn.integrations.transformers.mask import ADDED
 from sigattn.integrations.transformers.saving import NAME, read_implementation, restored, wrap
-from sigattn.nn import fitted_bias
+from sigattn.nn.bias import VisibleKeysLinearBias
 from sigattn.nn.softmax_calls import known_for_another_softmax
 
 _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing", default=False)
@@ -144,7 +144,7 @@ def _select_in_parts(config: PretrainedConfig) -> None:
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
-    if type(module).__module__ == fitted_bias.__name__ and not getattr(module, "_is_hf_initialized", False):
+    if isinstance(module, VisibleKeysLinearBias) and not getattr(module, "_is_hf_initialized", False):
         module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
     original(model, module, *args, **kwargs)
 
