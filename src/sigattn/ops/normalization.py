@@ -10,7 +10,7 @@ and δ = dO · O:
     dS = W (1 - σ(S)) (dP - δ)        dV = Wᵀ dO
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,20 +24,12 @@ LEVEL = -40.0  # largest logit of a lifted row, where σ(S) = e^S (1 - 4e-18)
 _ROWS = 8192  # of a head whose product dO ∘ O is in memory at a time
 
 
-def compute(problem: Problem, row_sums: Tensor, forward: Callable[[Problem], bool]) -> None:
-    """Run the forward pass of a problem that normalises, a second time if rows need a lift, and write the lifts.
-
-    ``forward`` writes the output of a problem, the sums of its rows, ``row_sums[..., 0]``, and lifts of 0,
-    ``row_sums[..., 1]``. It returns True if a sum is below ``SMALLEST_SUM``.
-    """
-    if not forward(problem) or not problem.key.shape[2]:
-        return
+def find_lifts(problem: Problem, row_sums: Tensor) -> Tensor | None:  # (B, Hq, N)
+    """Return the lifts of rows whose sum, ``row_sums[..., 0]``, is below ``SMALLEST_SUM``; None if no row needs one."""
     is_small = row_sums.select(-1, 0) < SMALLEST_SUM
     largest = reference.largest_logits(problem, is_small.flatten(0, 1).any(0))
     lifts = torch.where(is_small & largest.isfinite(), LEVEL - largest, 0)  # -inf if a row sees no key
-    if lifts.any():
-        forward(_lifted(problem, lifts))
-        row_sums[..., 1] = lifts
+    return lifts if lifts.any() else None
 
 
 def add_parts(parts: Sequence[Result], total: Result) -> None:
@@ -64,7 +56,7 @@ def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tup
     """
     sums, lifts = result.row_sums.unbind(-1)
     if lifts.any():
-        problem = _lifted(problem, lifts)
+        problem = lifted(problem, lifts)
     scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
     rows = zip(scaled.split(_ROWS, 2), result.out.split(_ROWS, 2), strict=True)
     row_terms = torch.cat([(d_out * out).sum(-1, keepdim=True) for d_out, out in rows], 2)
@@ -72,6 +64,6 @@ def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tup
     return problem, scaled.to(dtype), row_terms
 
 
-def _lifted(problem: Problem, lifts: Tensor) -> Problem:
+def lifted(problem: Problem, lifts: Tensor) -> Problem:
     """Return a problem with the lifts of its rows, (B, Hq, N), added to the bias."""
     return problem._replace(bias=problem.bias_value() + lifts.unsqueeze(-1))

@@ -6,7 +6,6 @@ keys (Algorithm 2). Tiles that a window or a ``BlockMask`` hides are skipped. Th
 each, and as many as fit the processor's cache are computed at a time.
 """
 
-import functools
 import math
 
 import torch
@@ -49,21 +48,19 @@ def forward(problem: Problem, saved: Saved | None) -> Result:
 
 def attend(problem: Problem, result: Result) -> None:
     """Write the output, and unless they are empty the weights and the sums of the rows."""
-    if problem.normalize:
-        normalization.compute(problem, result.row_sums, functools.partial(_has_small_sum, result=result))
-    else:
-        _attend(problem, result)
-
-
-def _has_small_sum(problem: Problem, result: Result) -> bool:
-    """Write the result; return True if a row's sum is below ``SMALLEST_SUM``."""
     _attend(problem, result)
-    sums, lifts = result.row_sums.unbind(-1)
-    lifts.zero_()
-    return bool((sums < normalization.SMALLEST_SUM).any())
+    if not problem.normalize or not problem.key.shape[2]:
+        return
+    sums, row_lifts = result.row_sums.unbind(-1)
+    row_lifts.zero_()
+    has_small_sum = bool((sums < normalization.SMALLEST_SUM).any())
+    if has_small_sum and (lifts := normalization.find_lifts(problem, result.row_sums)) is not None:
+        _attend(normalization.lifted(problem, lifts), result)
+        row_lifts.copy_(lifts)
 
 
 def _attend(problem: Problem, result: Result) -> None:
+    """Write the result without further lifts."""
     if not result.out.numel() or not problem.key.shape[2]:
         result.out.zero_()
         result.row_sums.zero_()

@@ -62,23 +62,18 @@ def saved_weights(p: Problem) -> Saved | None:
 
 
 def forward(
-    p: Problem, saved: Saved | None, prepared: Prepared, result: Result | None = None,
-    small_sums: list[bool] | None = None,
-) -> Result:  # fmt: skip
+    p: Problem, saved: Saved | None, prepared: Prepared, result: Result | None = None, lifts: Tensor | None = None
+) -> Result:
     """Return the output of sigmoid attention, (B, Hq, N, Dv), and what the backward pass needs (in ``result``).
 
-    prepared: the arguments of an earlier pass with the same signature, if there was one. With ``small_sums`` no row is
-    lifted, and it is appended whether a row's sum is below ``SMALLEST_SUM``.
+    prepared: the arguments of an earlier pass with the same signature, if there was one. lifts: those of the rows,
+    (B, Hq, N), which the bias contains; None to find them.
     """
     if result is None:
         result = new_result(p.query, p.value.shape[3], p.normalize, saved)
     if not result.out.numel() or not p.key.shape[2]:
         result.out.zero_()
         result.row_sums.zero_()
-        return result
-    if p.normalize and small_sums is None:
-        compute = functools.partial(_has_small_sum, unlifted=p, result=result, prepared=prepared)
-        normalization.compute(p, result.row_sums, compute)
         return result
     (batch, heads, n, _), kv_heads = p.query.shape, p.key.shape[1]
     call, is_new = _Call.of(prepared, p, result.weights.numel() > 0, _FORWARD, (*p[:7], *result))
@@ -97,16 +92,11 @@ def forward(
     call.kernels.run("forward", batch * heads * -(-n // FORWARD_ROWS), call.args, call.plan.threads)
     call.copy_results(out=result.out, weight_sums=result.row_sums)
     has_small_sum = call.finish(prepared)
-    if small_sums is not None:
-        small_sums.append(has_small_sum)
+    if lifts is not None:
+        result.row_sums[..., 1] = lifts
+    elif has_small_sum and (lifts := normalization.find_lifts(p, result.row_sums)) is not None:
+        forward(normalization.lifted(p, lifts), None, {}, result, lifts)
     return result
-
-
-def _has_small_sum(p: Problem, unlifted: Problem, result: Result, prepared: Prepared) -> bool:
-    """Write the result without further lifts; return True if a row's sum is below ``SMALLEST_SUM``."""
-    small_sums: list[bool] = []
-    forward(p, None, prepared if p is unlifted else {}, result, small_sums)
-    return small_sums[0]
 
 
 def backward(
