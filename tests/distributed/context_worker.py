@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sigattn import sigmoid_attention
+from sigattn import backend, sigmoid_attention
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.distributed.sharded_attention import ContextParallelShard, context_parallel, context_parallel_attention
 from sigattn.distributed.sharded_cache import sharded_cache_attention
@@ -126,9 +126,9 @@ def cache(mesh):
         (("triton",), {"normalize": True, "window_size": (4, 0)}),
         (("blocked",), {"normalize": True, "sigmoid_bias": -200.0}),
     ):
-        for backend in backends:
+        for name in backends:
             torch.manual_seed(0)
-            dtype = torch.float32 if backend == "triton" else torch.float64
+            dtype = torch.float32 if name == "triton" else torch.float64
             alone = [torch.full((2, capacity * ranks, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
             mine = [torch.full((2, capacity, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
             lengths = torch.zeros(2, dtype=torch.int64)
@@ -137,7 +137,7 @@ def cache(mesh):
                 more = {"causal": True, "sigmoid_bias": -1.5, "cache_seqlens": lengths, **options}
                 whole = flash_attn_with_kvcache(q, *alone, k, v, **more)
                 with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-                    shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=backend, **more)
+                    shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=name, **more)
                 torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
                 assert all_reduce.call_count == (2 if "normalize" in options else 1)
                 lengths = lengths + torch.tensor([new, new])
@@ -149,6 +149,9 @@ def cache(mesh):
         sharded_cache_attention(
             q, *mine, k, v, mesh=mesh, cache_seqlens=torch.tensor([3, capacity * ranks]), sigmoid_bias=-1.0
         )
+    options = {"cache_seqlens": torch.tensor([0, 0]), "sigmoid_bias": -1.0, "normalize": True}
+    with backend("reference"), pytest.raises(ValueError, match="'reference' does not support normalize=True"):
+        sharded_cache_attention(q, *mine, k, v, mesh=mesh, **options)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, before, strict=True))
 
 
@@ -199,6 +202,8 @@ def invalid(mesh):
             context_parallel_attention(q, q, q, mesh=mesh, **change)
     with pytest.raises(ValueError, match="must have the same number of positions"):
         context_parallel_attention(q[:, :, :3], q, q, mesh=mesh)
+    with backend("reference"), pytest.raises(ValueError, match="'reference' does not support normalize=True"):
+        context_parallel_attention(q, q, q, mesh=mesh, normalize=True)
 
 
 def dying(mesh):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed.ring import Ring, ShardedAttention
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops import validation
+from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import NORMALIZED_MARGIN, Problem, cast_operands, log_length_bias, make_problem
 from sigattn.ops.settings import BACKENDS
 
@@ -42,7 +43,7 @@ def context_parallel_attention(
         balanced: True if each process has one segment of the first and one of the second half
             (``SequenceSharding``); None for is_causal.
         softcap, normalize: as in ``sigmoid_attention``.
-        backend: as in ``sigmoid_attention``, but not "reference".
+        backend: as in ``sigmoid_attention``; with ``normalize`` not "reference".
 
     Returns:
         Attention output of this process's queries, (B, Hq, n, Dv).
@@ -80,6 +81,8 @@ def context_parallel_attention(
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
         options["bias"] = bias - NORMALIZED_MARGIN if normalize else bias
     problem = make_problem(Problem, query, key, value, **options)
+    if normalize and DENSE.choose(problem, backend) == "reference":
+        raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")
     ring = Ring(sharding, mesh.get_group(), backend)
     return ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, ring)
 

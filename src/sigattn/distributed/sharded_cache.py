@@ -36,7 +36,7 @@ def sharded_cache_attention(
         cache_seqlens: (B,) integers, number of keys of each sample over all processes, before the new ones.
         sigmoid_bias: a number, or a tensor: 0-d, (B,) or (B or 1, Hq or 1); the bias that the model was trained with.
         softmax_scale, causal, window_size, alibi_slopes, softcap, normalize, backend: as in
-            ``flash_attn_with_kvcache``.
+            ``flash_attn_with_kvcache``; with normalize not "reference".
 
     Returns:
         Attention output, (B, N, Hq, Dv), the same on all processes; summed in float32.
@@ -53,19 +53,19 @@ def sharded_cache_attention(
         _NAME, q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, None,
         backend, normalize,
     )  # fmt: skip
-    if normalize and backend == "reference":
-        raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")
     validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v)
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
     for seqlens in (cache_seqlens, cache_seqlens + new):
         check_cache_bounds(_NAME, seqlens, None, None, k_cache.shape[0], capacity * mesh.size())
     start = rank * capacity
-    if k is not None and v is not None:
-        for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
-            _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
     seqlens = ends.clamp(0, capacity)
     problem = make_problem(KVCacheProblem, q, k_cache, v_cache, seqlens=seqlens, query_ends=ends, **options)
+    if normalize and KV_CACHE.choose(problem, backend) == "reference":
+        raise ValueError(f"{_NAME}: backend 'reference' does not support normalize=True here: pass another or None")
+    if k is not None and v is not None:
+        for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
+            _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     group, wide = mesh.get_group(), torch.promote_types(q.dtype, torch.float32)
     if not normalize:
         out = KV_CACHE(problem, backend).to(wide)

@@ -27,7 +27,7 @@ _ROWS = 8192  # of a head whose product dO ∘ O is in memory at a time
 def find_lifts(problem: Problem, row_sums: Tensor) -> Tensor | None:  # (B, Hq, N)
     """Return the lifts of rows whose sum, ``row_sums[..., 0]``, is below ``SMALLEST_SUM``; None if no row needs one."""
     is_small = row_sums.select(-1, 0) < SMALLEST_SUM
-    largest = reference.largest_logits(problem, is_small.flatten(0, 1).any(0))
+    largest = reference.largest_logits(problem, is_small)
     lifts = torch.where(is_small & largest.isfinite(), LEVEL - largest, 0)  # -inf if a row sees no key
     return lifts if lifts.any() else None
 
@@ -57,11 +57,12 @@ def backward_operands(problem: Problem, grad_out: Tensor, result: Result) -> tup
     sums, lifts = result.row_sums.unbind(-1)
     if lifts.any():
         problem = lifted(problem, lifts)
-    scaled = torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out
+    dtype = sums.dtype if grad_out.dtype is torch.float16 else grad_out.dtype
+    scaled = (torch.where(sums == 0, 0, 1 / sums).unsqueeze(-1) * grad_out).to(dtype)
+    # δ of the rounded dO / t, as dP is: where one key has nearly all weight, they cancel
     rows = zip(scaled.split(_ROWS, 2), result.out.split(_ROWS, 2), strict=True)
-    row_terms = torch.cat([(d_out * out).sum(-1, keepdim=True) for d_out, out in rows], 2)
-    dtype = scaled.dtype if grad_out.dtype is torch.float16 else grad_out.dtype
-    return problem, scaled.to(dtype), row_terms
+    row_terms = torch.cat([(d_out.to(sums.dtype) * out).sum(-1, keepdim=True) for d_out, out in rows], 2)
+    return problem, scaled, row_terms
 
 
 def lifted(problem: Problem, lifts: Tensor) -> Problem:

@@ -27,6 +27,7 @@ from sigattn.ops.problem import (
     in_order_of,
     new_output,
     scale_of,
+    select_rows,
 )
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
@@ -92,11 +93,15 @@ def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def largest_logits(problem: Problem, rows: Tensor) -> Tensor:  # (B, Hq, N)
-    """Return the largest logit of each row, -inf where every key is masked. Others than ``rows``, (N,), may be any."""
+    """Return the largest logit of each row, -inf where every key is masked. Others than ``rows`` may be any.
+
+    rows: (B, Hq, N), boolean.
+    """
     p = problem
     out = p.query.new_full(p.query.shape[:3], -torch.inf, dtype=torch.promote_types(p.query.dtype, torch.float32))
     for start, stop in row_blocks(p):
-        if rows[start:stop].any():
+        # rows of padding see no key, and take no product
+        if rows[:, :, start:stop].any() and (rows[:, :, start:stop] & visible_keys(p, (start, stop)).any(-1)).any():
             logits, visible = masked_logits(p, rows=(start, stop))
             out[:, :, start:stop] = logits.masked_fill(~visible, -torch.inf).amax(-1)
     return out
@@ -127,10 +132,9 @@ def masked_logits(
     problem: Problem, activation: str = "sigmoid", rows: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:  # each (B, Hq, N, M)
     """Return the logits S, 0 where masked, and the mask of visible keys; of the rows rows[0] … rows[1] - 1 only."""
-    p, blocks = problem, problem.blocks
-    start, stop = (0, p.query.shape[2]) if rows is None else rows
+    p, visible = problem, visible_keys(problem, rows)
     if rows is not None:
-        p = p._replace(mask_table=None, mask_tiles=None).rows(start, stop)
+        p = p._replace(mask_table=None, mask_tiles=None).rows(*rows)
     wide = torch.promote_types(p.query.dtype, torch.float32)
     if activation != "sigmoid" and p.bias is None:  # the paper's rule applies to the sigmoid only
         p = p._replace(bias=torch.zeros((), dtype=wide, device="cpu"))
@@ -138,14 +142,8 @@ def masked_logits(
     positions = (p.query_offset, p.query_offset + p.query.shape[2])
     columns = (0, p.key.shape[2])
     logits = scale_of(p) * p.query.to(wide) @ key.transpose(-1, -2)
-    visible = band(p.left, p.right, positions, columns, logits.device).expand(logits.shape)
-    if p.key_lengths is not None:
-        visible = visible & _exists(p)[:, None, None, :]
-    if blocks is not None:
-        visible = visible & blocks.dense(slice(start, stop), slice(*columns))
+    visible = visible.expand(logits.shape)
     added = p.attn_mask if p.attn_mask is not None and p.attn_mask.is_floating_point() else None
-    if p.attn_mask is not None:
-        visible = visible & (p.attn_mask if added is None else added != -torch.inf)
     if p.softcap:  # mask before tanh, because the derivative of tanh at a masked NaN would be NaN
         logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
     logits = logits + (p.bias_value() if p.bias is None else p.bias)  # a fake tensor has no number
@@ -154,6 +152,22 @@ def masked_logits(
     if added is not None:
         logits = logits + added.to(wide).masked_fill(added == -torch.inf, 0)
     return logits.to(wide).masked_fill(~visible, 0), visible
+
+
+def visible_keys(problem: Problem, rows: tuple[int, int] | None = None) -> Tensor:  # broadcastable to (B, Hq, N, M)
+    """Return True where a query sees a key; for the rows rows[0] … rows[1] - 1 only."""
+    p, mask = problem, problem.attn_mask
+    start, stop = (0, p.query.shape[2]) if rows is None else rows
+    columns = 0, p.key.shape[2]
+    visible = band(p.left, p.right, (p.query_offset + start, p.query_offset + stop), columns, p.query.device)
+    if p.key_lengths is not None:
+        visible = visible & _exists(p)[:, None, None, :]
+    if p.blocks is not None:
+        visible = visible & p.blocks.dense(slice(start, stop), slice(*columns))
+    if mask is not None:
+        mask = mask if rows is None else select_rows(mask, slice(*rows))
+        visible = visible & (mask != -torch.inf if mask.is_floating_point() else mask)
+    return visible
 
 
 def _exists(p: Problem) -> Tensor:  # (B, M)
