@@ -38,15 +38,16 @@ def test_rules_of_configurations(rule, learn, kind, value):
     assert (own.flatten().tolist() if isinstance(own, torch.Tensor) else own) == value
 
 
-def test_the_learned_form_starts_as_its_rule_and_learns():
-    bias = nn.make_bias("log_visible", learn="head", num_heads=H)
+@pytest.mark.parametrize("rule", ["log_visible", "log_context"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_learned_forms_start_as_their_rule_and_learn(rule, normalize):
+    bias = nn.make_bias(rule, learn="head", max_seq_len=64, num_heads=H, normalize=normalize)
     layer, reference = (
-        nn.Attention(16, H, activation="sigmoid", attention_bias=b, position=nn.Alibi(H))
-        for b in (bias, nn.make_bias("log_visible", num_heads=H))
+        nn.Attention(16, H, activation="sigmoid", attention_bias=b, position=nn.Alibi(H), normalize=normalize)
+        for b in (bias, nn.make_bias(rule, max_seq_len=64, num_heads=H))
     )
     reference.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(2, 9, 16)
     torch.testing.assert_close(layer(x), reference(x))
     layer(x).square().sum().backward()
-    assert bias.constant.grad.abs().min() > 0
-    assert bias.slope.grad.abs().min() > 0
+    assert min(p.grad.abs().min() for p in bias.parameters()) > 0

@@ -178,7 +178,9 @@ class TransformerConfig(ModelConfig):
             return None
         if rule is None:
             rule = self.default_bias if self.activation == "sigmoid" else 0.0
-        bias = make_bias(rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads)
+        bias = make_bias(
+            rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, normalize=self.normalize
+        )
         if bias.needs_lengths and not self.KNOWS_LENGTHS:
             raise ValueError(
                 f"attention_bias={rule!r} is -log of each sample's length, which {type(self).__name__} does not give: "

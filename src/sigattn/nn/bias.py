@@ -145,11 +145,12 @@ class AlibiKeysBias(VisibleKeysBias):
 class VisibleKeysLinearBias(AttentionBias):
     """Bias of c + a · log(visible keys), with a learned constant c and slope a for each head.
 
-    It starts as -log of the visible keys: c = 0, a = -1. ``sigattn.convert`` fits it to -log of a softmax's denominator
+    It starts as -log of the visible keys: a = -1. ``sigattn.convert`` fits it to -log of a softmax's denominator
     (``sigattn.conversion.fit``).
 
     Args:
         num_heads: number of query heads.
+        initial: initial value of c.
 
     Attributes:
         constant: c, (num_heads,). slope: a, (num_heads,). Vectors, so that no optimiser decays them as a matrix.
@@ -157,19 +158,20 @@ class VisibleKeysLinearBias(AttentionBias):
 
     needs_visible = True
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, initial: float = 0.0) -> None:
         super().__init__()
         self.num_heads: int = num_heads
+        self.initial: float = scalars.real(type(self).__name__, "initial", initial)
         self.constant: nn.Parameter = nn.Parameter(torch.empty(num_heads))
         self.slope: nn.Parameter = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.constant)
+        nn.init.constant_(self.constant, self.initial)
         nn.init.constant_(self.slope, -1.0)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}"
+        return f"num_heads={self.num_heads}" + (f", initial={self.initial:.4g}" if self.initial else "")
 
     def forward(self, *_: Any, visible: int | Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias for ``visible``, which must be given: (B or 1, num_heads, N or 1, 1), at least float32."""

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 from sigattn.nn import bias
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import NORMALIZED_MARGIN, log_length_bias
 
 Rule = Literal["log_context", "log_batch", "log_sample", "log_visible", "log_alibi"]
 Learn = Literal["no", "layer", "head", "query"]
@@ -21,6 +21,7 @@ def make_bias(
     learn: Learn = "no",
     max_seq_len: int | None = None,
     num_heads: int,
+    normalize: bool = False,
 ) -> bias.AttentionBias:
     """Create the bias that a configuration names.
 
@@ -32,18 +33,20 @@ def make_bias(
             added to Q); for "log_visible" also "head" (``VisibleKeysLinearBias``).
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
+        normalize: True if the weights are divided by their sum: what is learned of a rule starts 6 lower.
 
     Raises:
         ValueError: for another rule or learn, or if the two exclude each other.
     """
     if learn not in get_args(Learn):
         raise ValueError(f"learn must be one of {get_args(Learn)}, got {learn!r}")
+    shift = -NORMALIZED_MARGIN if normalize else 0.0
     if rule == "log_context":
         if max_seq_len is None:
             raise ValueError('attention_bias="log_context" needs a longest sequence, which this model does not have')
         if learn == "no":
             return bias.ContextLengthBias(max_seq_len)
-        rule = log_length_bias(max_seq_len)
+        rule = log_length_bias(max_seq_len) + shift
     if not isinstance(rule, str):
         if learn in ("layer", "head"):
             return bias.LearnableBias(rule, num_heads if learn == "head" else None)
@@ -57,4 +60,4 @@ def make_bias(
             'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" with learn="head", '
             f"got {rule!r} with learn={learn!r}"
         )
-    return bias.VisibleKeysLinearBias(num_heads)
+    return bias.VisibleKeysLinearBias(num_heads, shift)
