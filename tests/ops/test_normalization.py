@@ -43,6 +43,26 @@ def test_accurate_at_every_magnitude_and_level(backend, dtype):
             assert_as_good_as_formula(*tensors, most, f"{name}, {magnitude}, {level}")
 
 
+@pytest.mark.parametrize("backend", [b for b in SUPPORTING if b != "triton"])  # three times SDPA's error (docs/log.md)
+def test_gradients_in_bfloat16_where_one_key_has_nearly_all_weight(backend):
+    """dP and δ nearly cancel there. As accurate as those of softmax attention."""
+    generator, device = torch.Generator().manual_seed(0), device_of(backend)
+    q, k, v, grad_out = torch.randn(4, 1, 2, 64, 32, generator=generator).bfloat16().to(device).unbind()
+    q = 100 * q
+
+    def gradients(attend, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves, is_causal=True), leaves, grad_out.to(dtype))
+
+    def normalized(*leaves, **options):
+        return sigmoid_attention(*leaves, **options, bias=-1e4, normalize=True, backend=backend)
+
+    truth = gradients(F.scaled_dot_product_attention, torch.float64)
+    softmax, ours = gradients(F.scaled_dot_product_attention, torch.bfloat16), gradients(normalized, torch.bfloat16)
+    for exact, theirs, own in zip(truth, softmax, ours, strict=True):
+        assert (own - exact).norm() <= 2 * (theirs - exact).norm()
+
+
 @pytest.mark.parametrize("backend", SUPPORTING)
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9])
 def test_a_finite_mask_of_a_whole_row(backend, value):
