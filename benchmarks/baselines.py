@@ -219,6 +219,11 @@ def with_backend(backend: str | None) -> AttentionFunction:
     return call
 
 
+def normalized_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Sigmoid attention of this library divided by the sums of rows, with so low a b that it is softmax attention."""
+    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias - 20.0, normalize=True)
+
+
 def _sdpa(backend: str) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -309,6 +314,7 @@ IMPLEMENTATIONS = {
 CPU_IMPLEMENTATIONS = {
     SDPA: IMPLEMENTATIONS[SDPA],
     OURS: Implementation(False, with_backend(None), cpu=True),
+    f"{OURS}, normalized": Implementation(True, normalized_sigmoid, cpu=True),
     NAIVE: IMPLEMENTATIONS[NAIVE],
     COMPILED_NAIVE: Implementation(False, _compiled_naive(False), cpu=True),  # as users compile it
 }
