@@ -13,7 +13,7 @@ from sigattn import models
 from sigattn.conversion import ConversionError, convert, restore
 from sigattn.models.transformer import Transformer
 from sigattn.nn import Attention, SigmoidMultiheadAttention
-from tests.conversion.layers import Attend, Both, X, language, replace
+from tests.conversion.layers import Attend, Both, X, language, refused, replace
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
@@ -195,7 +195,7 @@ class Encoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attend, self.texts = Attend(), []
+        self.attend = Attend()
 
     def forward(self, inputs, **_):
         assert "output" not in inputs
@@ -204,26 +204,42 @@ class Encoder(nn.Module):
         inputs["x"].zero_()
         return inputs
 
-    def encode(self, texts, show_progress_bar=True):
+    def encode(self, texts, show_progress_bar=True, convert_to_tensor=False):
+        """Call ``forward`` as ``SentenceTransformer`` does: without hooks."""
+        assert isinstance(texts, list)
         assert not show_progress_bar
-        self.texts.append(texts)
-        self({"x": X[len(texts[0])].clone()})
+        output = self.forward({"x": X[len(texts[0])].clone()})["output"].mean(1)
+        return output if convert_to_tensor else output.numpy()
 
 
-@pytest.mark.parametrize("form", ["mapping", "tuple", "list", "texts"])
+@pytest.mark.parametrize("form", ["mapping", "tuple", "list", "texts", "tuples of texts"])
 def test_batches_that_the_model_writes_into(form):
     batches = {
         "mapping": [{"x": x.clone()} for x in X],
         "tuple": [({"x": x.clone()},) for x in X],
         "list": [[{"x": x.clone()}] for x in X],
         "texts": [["a" * i, "b"] for i in range(6)],
+        "tuples of texts": [("a" * i, "b") for i in range(6)],
     }[form]
     model, alone = Encoder(), Attend()
     alone.load_state_dict(model.attend.state_dict())
+    softmax = copy.deepcopy(model)
     report = convert(model, batches)
-    assert report.change < 0.01
+    if "texts" in form:
+        assert report.num_held_out == 1
+        options = {"show_progress_bar": False, "convert_to_tensor": True}
+        with torch.no_grad():
+            before, after = (m.encode(list(batches[5]), **options) for m in (softmax, model))
+        assert report.change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert 0 < report.change < 0.01
     convert(alone, list(X))
     assert torch.equal(model.attend.sigmoid_bias.constant, alone.sigmoid_bias.constant)
+
+
+@pytest.mark.parametrize("kind", [Encoder, Attend])
+@pytest.mark.parametrize("batches", [["a", "b"], ("a", "b"), [["a"], {"x": X[0]}]])
+def test_texts_that_are_no_batches(kind, batches):
+    refused(kind(), r"if every batch is a list of them: \[texts\[i : i \+ 8\] for i in", batches=batches)
 
 
 def test_the_error_of_a_layer_whose_output_is_zero_at_first():

@@ -142,6 +142,8 @@ def test_c_and_a_are_least_squares(name):
     assert report.num_batches == math.ceil(0.75 * len(batches))
     assert len(recorder.calls) == count * report.num_batches
     for i, layer in enumerate(report.layers):
+        seen = torch.cat([rows[0].flatten().exp() for rows in recorder.calls[i::count]])
+        assert layer.visible_keys == (seen[seen > 0.5].min().round(), seen.max().round())
         for h, head in enumerate(layer.heads):
             of_head = slice(None) if len(layer.heads) == 1 else h
             x, y = torch.cat([rows[:, :, of_head].flatten(1) for rows in recorder.calls[i::count]], 1).numpy()
@@ -226,7 +228,7 @@ def test_the_losses_are_those_of_the_models():
 
 def report_of(error, loss=1.0):
     heads = (HeadReport(0.5, -1.0, -0.5), HeadReport(float("nan"), -2.0, -0.5))
-    return ConversionReport((), (LayerReport("a.b", heads, error),), 0.02, 1.0, loss, 3, 1, True, 0.25)
+    return ConversionReport((), (LayerReport("a.b", heads, error, (3, 17)),), 0.02, 1.0, loss, 3, 1, True, 0.25)
 
 
 def test_the_report_says_what_is_poor(tmp_path):
@@ -235,6 +237,7 @@ def test_the_report_says_what_is_poor(tmp_path):
     assert "outputs of a.b differ from softmax's by 50% or more" in layer
     shown = repr(report_of(0.3))  # what a notebook shows, and print
     assert "a.b" in shown
+    assert "3 … 17" in shown
     assert "-2.00 … -1.00  -0.50" in shown
     assert "30.00%" in shown
     assert "change of the model's output: 2.00%" in shown
@@ -242,6 +245,7 @@ def test_the_report_says_what_is_poor(tmp_path):
     assert "converted in 0.2 s" in shown
     report_of(0.6).save(str(tmp_path / "report.json"))
     saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["layers"][0]["visible_keys"] == [3, 17]
     assert saved["layers"][0]["heads"][1] == {"r2": None, "constant": -2.0, "slope": -0.5}
     assert saved["warnings"] == report_of(0.6).warnings
 

@@ -150,7 +150,7 @@ REFUSED = {  # name: model, part of the message, calls
     # arguments
     "a loss": (Attend, "loss applies only with batches", {"loss": lambda model, batch: 0}),
     "a limit": (Attend, "max_error applies only with batches, got max_error=0.1", {"max_error": 0.1}),
-    "a negative limit": (Attend, "max_error must be positive, got -1", {**BATCHES, "max_error": -1.0}),
+    "a negative limit": (Attend, "max_error must be a positive number, got -1", {**BATCHES, "max_error": -1.0}),
     "a limit below all": (Attend, "error of every layer is above max_error=1e-09", {**BATCHES, "max_error": 1e-9}),
     "an example and batches": (Attend, "example applies only without batches", {**BATCHES, **RUN}),
     "a bias and batches": (Attend, "bias applies only without batches, got bias=-2.0", {**BATCHES, "bias": -2.0}),
@@ -237,6 +237,8 @@ def test_wrong_types():
         convert("bert-base-uncased")
     with pytest.raises(TypeError, match=r"example must hold arguments of the forward, .* pass \(tensor,\)"):
         convert(Attend(), example=X[0])
+    with pytest.raises(ValueError, match="max_error must be a positive number, got True"):
+        convert(Attend(), list(X), max_error=True)
 
 
 def test_offloaded_weights_are_refused():

@@ -243,6 +243,21 @@ def test_a_model_of_transformers_records_its_bias(bias, normalize, recorded):
     assert model.config.sigmoid_normalize is normalize
 
 
+@pytest.mark.parametrize("kind", ["bart", "gemma3", "mpt"])
+def test_without_batches_it_is_two_settings_of_a_model_of_transformers(kind):
+    """Also in one of several parts, and where layers write their softmax out."""
+    pytest.importorskip("transformers")
+    from tests.integrations.small_models import inputs_of, model_of
+
+    model, other, inputs = model_of(kind, spread=0.3), model_of(kind, spread=0.3), inputs_of(kind)
+    convert(model)
+    other.config.sigmoid_normalize = True
+    other.set_attn_implementation("sigmoid")
+    assert model.config.to_dict() == other.config.to_dict()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs)[0], other(**inputs)[0])
+
+
 @pytest.mark.parametrize("make", [lambda: None, lambda: -2.0, BatchLengthBias, lambda: LearnableBias(-1.0, 4)])
 def test_a_model_of_this_library_is_saved_as_sigmoid(make, tmp_path):
     model, tokens = language().eval(), TOKENS[0]

@@ -61,8 +61,9 @@ def convert(
             ``nn.Transformer``; or that is, or contains, models of transformers.
         batches: a few batches, such as those of training, of all lengths that matter: each a tensor, a sequence of
             positional arguments, or a mapping of keyword arguments of the model (or its one argument, if it takes a
-            mapping); of a ``SentenceTransformer`` also a list of texts; with ``loss``, anything that it takes. Eight of
-            some thousand tokens are enough. All are kept in memory (``itertools.islice`` takes a part of a loader).
+            mapping); of a ``SentenceTransformer`` also each a list of texts; with ``loss``, anything that it takes.
+            Eight of some thousand tokens are enough. All are kept in memory (``itertools.islice`` takes a part of a
+            loader).
         normalize: divide the weights of each query by their sum, as ``sigmoid_attention(normalize=True)`` does. False
             is the paper's sigmoid attention, without batches only: no bias of a head brings it near to softmax.
         bias: without batches, b of every layer: a number, one of ``sigattn.nn.bias`` (copied for each layer,
@@ -108,8 +109,9 @@ def convert(
             "convert: normalize=False applies only without batches, because no bias of a head brings the paper's "
             "sigmoid attention near to softmax: leave out the batches and train the model, or leave out normalize=False"
         )
-    if max_error is not None and not (isinstance(max_error, (int, float)) and max_error > 0):
-        raise ValueError(f"convert: max_error must be positive, got {max_error!r}")
+    is_number = isinstance(max_error, (int, float)) and not isinstance(max_error, bool)
+    if max_error is not None and not (is_number and max_error > 0):
+        raise ValueError(f"convert: max_error must be a positive number, got {max_error!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"convert: loss must be a function of model and batch, or None, got {loss!r}")
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
@@ -153,20 +155,22 @@ def _fit(
     count = len(batches)
     first_held_out = count - max(1, count // 4)
     held_out, fitted_on = range(first_held_out, count), range(first_held_out or count)
+    texts = loss is None and hasattr(model, "encode") and all(map(_is_texts, batches))
+    called = _TextEncoder(model) if texts else model
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        run_first = functools.partial(_run, model, batches, fitted_on[:1], loss)
+        run_first = functools.partial(_run, called, batches, fitted_on[:1], loss)
         adapter = _transformers_adapter(model, run_first, keep) or ModuleAdapter(model, run_first, keep)
         names = adapter.layers()
         refuse_offloaded(model, names)
 
         def run(indices: Sequence[int], attend: Attend) -> float | None:
             with adapter.observe(torch.no_grad()(attend)):  # threads of the model have gradients enabled
-                return _run(model, batches, indices, loss)
+                return _run(called, batches, indices, loss)
 
-        biases = fit_biases(lambda attend: run(fitted_on, attend), names)
-        for name, bias in biases.items():
-            bias.to(device_of(model.get_submodule(name)))
-        layers = measure_layers(lambda attend: run(held_out, attend), biases)
+        fits = fit_biases(lambda attend: run(fitted_on, attend), names)
+        biases = {name: fit.solve().to(device_of(model.get_submodule(name))) for name, fit in fits.items()}
+        visible_keys = {name: fit.visible_keys for name, fit in fits.items()}
+        layers = measure_layers(lambda attend: run(held_out, attend), biases, visible_keys)
         if not_finite := ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error)):
             raise ConversionError(
                 f"the attention outputs of {not_finite} are not finite: check the weights and the batches"
@@ -182,7 +186,7 @@ def _fit(
             return call.normalized(biases[call.name]) if call.name in biases else call.softmax()
 
         change, loss_softmax, loss_converted = measure_model(
-            model, [functools.partial(run, [i]) for i in held_out], attend
+            called, [functools.partial(run, [i]) for i in held_out], attend
         )
     for state, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
         if value is not None and not math.isfinite(value):
@@ -219,7 +223,12 @@ def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -
         raise
     except Exception as error:
         advice = ""
-        if loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
+        if loss is None and (isinstance(batch, str) or _is_texts(batch)):
+            advice = (
+                ". A SentenceTransformer takes texts if every batch is a list of them: "
+                "[texts[i : i + 8] for i in range(0, len(texts), 8)]"
+            )
+        elif loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
             advice = ". A tuple has the arguments of one call: for pairs of inputs and targets pass loss=…"
         failure = "the model does not run" if loss is None else "loss fails"
         raise ConversionError(
@@ -245,8 +254,19 @@ def _forward(model: nn.Module, batch: Any) -> Any:
             except Exception as error:
                 raise TypeError(f"by name, {mismatch}; as its one argument, {type(error).__name__}: {error}") from error
         return model(**batch)
-    encode: Any = getattr(model, "encode", None)  # of a SentenceTransformer, which tokenizes texts
-    if encode is not None and isinstance(batch, list) and all(isinstance(text, str) for text in batch):
-        encode(batch, show_progress_bar=False)
-        return None
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _is_texts(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and bool(batch) and all(isinstance(text, str) for text in batch)
+
+
+class _TextEncoder(nn.Module):
+    """Module whose output are the embeddings that a ``SentenceTransformer`` computes of texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, *texts: str) -> Any:
+        return self.model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)

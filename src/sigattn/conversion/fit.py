@@ -6,6 +6,7 @@ differs from the fit, only its margin changes, because the sum cancels the rest.
 standard deviations of what the fit misses.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -80,12 +81,16 @@ class BiasFit:
         self.num_heads: int = num_heads
         # by head: number of rows, Σ x, Σ x², Σ y, Σ x y, Σ y² of x = log visible and y = -lse
         self.sums: Tensor = torch.zeros(6, num_heads, dtype=torch.float64, device="cpu")
+        self.visible_keys: tuple[int, int] = (sys.maxsize, 0)  # least and largest number of a row
 
     def update(self, rows: RowStatistics) -> None:
         counted = rows.counted.double().cpu()
         x = rows.visible.double().cpu().log() * counted
         y = torch.where(rows.counted, -rows.lse, 0).double().cpu()
         self.sums += torch.stack([t.expand(y.shape).sum((0, 2)) for t in (counted, x, x * x, y, x * y, y * y)])
+        if (visible := rows.visible.masked_select(rows.counted)).numel():
+            least, largest = (int(t) for t in visible.aminmax())
+            self.visible_keys = min(self.visible_keys[0], least), max(self.visible_keys[1], largest)
 
     def solve(self) -> VisibleKeysLinearBias:
         """Return the fitted bias less the margin, in float32."""
@@ -101,7 +106,7 @@ class BiasFit:
         return bias
 
 
-def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, VisibleKeysLinearBias]:
+def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, BiasFit]:
     """Fit the bias of each named layer; ``run`` runs the batches with a function that answers their attention calls."""
     fits: dict[str, BiasFit] = {}
 
@@ -128,4 +133,4 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
         raise ConversionError(
             f"no query of the batches sees a key in {', '.join(map(repr, empty))}: check their attention masks"
         )
-    return {name: fits[name].solve() for name in names}
+    return {name: fits[name] for name in names}

@@ -77,11 +77,13 @@ class LayerReport:
     Attributes:
         name: name of the layer within the model. heads: fit of each head.
         error: ‖O - O_softmax‖ / ‖O_softmax‖ of its output with the fitted bias, on the inputs of the softmax model.
+        visible_keys: least and largest number of keys that a query of the fit saw.
     """
 
     name: str
     heads: tuple[HeadReport, ...]
     error: float
+    visible_keys: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,11 @@ class ConversionReport:
         lines = _aligned([(s.name or "(model)", s.kind, s.call, s.outcome) for s in listed], str.ljust)
         if not self.layers:
             return "\n".join(lines)
-        rows = [("layer", "R² (min … max)", "c", "a", "error")]
+        rows = [("layer", "visible keys", "R² (min … max)", "c", "a", "error")]
         for layer in self.layers:
             r2, c, a = map(_range, zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True))
-            rows.append((layer.name or "(model)", r2, c, a, f"{layer.error:.2%}"))
+            keys = " … ".join(map(str, layer.visible_keys))
+            rows.append((layer.name or "(model)", keys, r2, c, a, f"{layer.error:.2%}"))
         lines = [*_aligned(rows, str.rjust), *lines]
         if self.change is not None:
             lines.append(f"change of the model's output: {self.change:.2%}")
