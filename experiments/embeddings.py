@@ -7,24 +7,26 @@ The package has the weights and the tokenizer of sentence-transformers' all-Mini
 texts of at most 128 tokens of one source (CPython's documentation), another draw of them for each seed. Its embeddings
 are then compared with softmax's on texts that it was not calibrated with: others of that source, and of another source
 (``--data``), from 8 to 512 tokens, in padded batches and alone; and by what they are for, the search of a text by its
-beginning. These texts are the same for all seeds.
+beginning, and clusters of k-means. These texts are the same for all seeds. The time is that of single texts, in turns.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.timing import time_calls
 from experiments import intervals
 from experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
 from sigattn.conversion import convert
@@ -32,6 +34,7 @@ from sigattn.data.text import load_text
 from sigattn.optional import require
 
 PACKAGE = "all_minilm_l6_v2"
+CLUSTERS = 8
 LENGTHS = ((8, 32), (32, 128), (128, 256), (256, 512))  # tokens of a text, from and below
 Tokenize = Callable[[Sequence[str], int], dict[str, Tensor]]
 
@@ -123,6 +126,13 @@ def embed_group(model: Any, tokenize: Tokenize, texts: Sequence[str]) -> Embeddi
     return Embeddings(embed(model, tokenize, texts), found)
 
 
+def time_ratio(softmax: Any, converted: Any, tokenize: Tokenize, texts: Sequence[str], rounds: int) -> float:
+    """Return the time of a converted encoder over softmax's for some texts alone: the median of paired rounds."""
+    encoders = {"softmax": softmax, "converted": converted}
+    calls = {name: functools.partial(embed, model, tokenize, texts, 1) for name, model in encoders.items()}
+    return time_calls(calls, rounds)[0].ratios["converted"]
+
+
 def compare(model: Any, tokenize: Tokenize, texts: Sequence[str], exact: Embeddings) -> Row:
     """Return the agreement of a converted encoder with softmax's embeddings of texts."""
     converted, alone = embed_group(model, tokenize, texts), embed(model, tokenize, texts, batch_size=1)
@@ -132,6 +142,7 @@ def compare(model: Any, tokenize: Tokenize, texts: Sequence[str], exact: Embeddi
         "mean_cosine": float(cosine.double().mean()),
         "least_cosine": float(cosine.min()),
         "least_cosine_alone": float((exact.padded * alone).sum(1).min()),
+        "clusters": _agreement_of_clusters(exact.padded, converted.padded),
         "found_softmax": exact.found,
         "found": converted.found,
     }
@@ -142,14 +153,25 @@ def _neighbours(embeddings: Tensor) -> Tensor:
     return similarity.fill_diagonal_(-torch.inf).argmax(1)
 
 
+def _agreement_of_clusters(first: Tensor, second: Tensor) -> float:
+    """Return the adjusted Rand index of the clusters of two embeddings of the same texts; 1 if they are the same."""
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import adjusted_rand_score
+
+    number = min(CLUSTERS, len(first) // 2)
+    labels = (KMeans(number, n_init=10, random_state=0).fit_predict(of.double().numpy()) for of in (first, second))
+    return float(adjusted_rand_score(*labels))
+
+
 def compare_embeddings(setting: Setting) -> Result:
     """Convert the encoder with each draw of texts, and compare its embeddings with softmax's.
 
     Raises:
-        MissingPackageError: without transformers.
+        MissingPackageError: without transformers or scikit-learn.
         ExperimentError: without the package of the weights.
     """
     require("transformers", "sentence encoders", "'sigattn[transformers]'")
+    require("sklearn", "clusters", "'sigattn[vision]'")
     softmax, tokenize = load_model(setting.scale)
     sources = {"the same": paragraphs(None), "another": paragraphs(setting.data)}
     for parts in sources.values():
@@ -171,19 +193,21 @@ def compare_embeddings(setting: Setting) -> Result:
         setting.log(f"seed {seed}: converted in {report.seconds:.1f} s, change of the output {report.change:.2%}")
         for (source, tokens), texts in groups.items():
             row = compare(converted, tokenize, texts, exact[source, tokens])
+            row["time"] = time_ratio(softmax, converted, tokenize, texts[:3], setting.scaled(1, 5, 9))
             about = {"source": source, "tokens": tokens, "seed": seed}
             data.append({**about, "change": report.change, **row})
-    keys = ("same_neighbour", "mean_cosine", "least_cosine", "least_cosine_alone", "found_softmax", "found")
+    keys = ("same_neighbour", "mean_cosine", "least_cosine", "least_cosine_alone")
+    shares = ("clusters", "found_softmax", "found")
     rows = []
     for source in ("the same", "another"):
         for tokens in dict.fromkeys(row["tokens"] for row in data):
-            values = {key: select(data, key, source=source, tokens=tokens) for key in keys}
+            values = {key: select(data, key, source=source, tokens=tokens) for key in (*keys, *shares, "time")}
             least = (f"{min(values[key]):.4f}" for key in ("least_cosine", "least_cosine_alone"))
-            shares = (f"{mean(values[key]):.3f}" for key in ("found_softmax", "found"))
-            cells = f"{mean(values['same_neighbour']):.3f}", f"{mean(values['mean_cosine']):.5f}", *least, *shares
-            rows.append((source, tokens, *cells))
+            means = (f"{mean(values[key]):.3f}" for key in shares)
+            cells = f"{mean(values['same_neighbour']):.3f}", f"{mean(values['mean_cosine']):.5f}", *least, *means
+            rows.append((source, tokens, *cells, f"{median(values['time']):.2f}"))
     columns = ("source", "tokens", "same nearest neighbour", "mean cosine", "least cosine", "least cosine, alone")
-    return Result((*columns, "found, softmax", "found, converted"), rows, data)
+    return Result((*columns, "same clusters", "found, softmax", "found, converted", "time over softmax's"), rows, data)
 
 
 def judge_embeddings(data: Sequence[Row], _: Scale) -> list[Finding]:
@@ -193,6 +217,7 @@ def judge_embeddings(data: Sequence[Row], _: Scale) -> list[Finding]:
     found = [[mean(select(data, key, seed=seed)) for seed in seeds] for key in ("found_softmax", "found")]
     difference = intervals.paired(*found)
     least = min(row["least_cosine"] for row in data)
+    clusters = [row["clusters"] for row in data]
     return [
         Finding(
             "At least 99 % of the texts keep their nearest neighbour.",
@@ -208,6 +233,11 @@ def judge_embeddings(data: Sequence[Row], _: Scale) -> list[Finding]:
             "The beginning of a text finds the text as often as with softmax.",
             difference.verdict_equal(0.01),
             f"difference of the shares {difference}; tolerance ± 0.01",
+        ),
+        Finding(
+            "The clusters of each group of texts are softmax's, with an adjusted Rand index of at least 0.99.",
+            "agrees" if min(clusters) >= 0.99 else "differs",
+            f"least index of a group and draw {min(clusters):.3f}, mean {mean(clusters):.4f}",
         ),
     ]
 
