@@ -202,7 +202,7 @@ def compare_embeddings(setting: Setting) -> Result:
     for source in ("the same", "another"):
         for tokens in dict.fromkeys(row["tokens"] for row in data):
             values = {key: select(data, key, source=source, tokens=tokens) for key in (*keys, *shares, "time")}
-            least = (f"{min(values[key]):.4f}" for key in ("least_cosine", "least_cosine_alone"))
+            least = (f"{min(values[key]):.5f}" for key in ("least_cosine", "least_cosine_alone"))
             means = (f"{mean(values[key]):.3f}" for key in shares)
             cells = f"{mean(values['same_neighbour']):.3f}", f"{mean(values['mean_cosine']):.5f}", *least, *means
             rows.append((source, tokens, *cells, f"{median(values['time']):.2f}"))
