@@ -142,6 +142,9 @@ def test_numbers_in_the_readme_are_those_of_the_committed_runs():
     for start, cells in rows_of_the_readme():
         (line,) = [line for line in lines if line.startswith(f"| {start}")]
         assert line.endswith(f"| {' | '.join(cells)} |")
+    data = (ROOT / "docs/results/embeddings/data.jsonl").read_text().splitlines()
+    assert {json.loads(row)["same_neighbour"] for row in data} == {1.0}
+    assert any("all-MiniLM-L6-v2 keeps each text's nearest neighbour" in line for line in lines)
 
 
 BUILD = """

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ def convert(
             ``nn.Transformer``; or that is, or contains, models of transformers.
         batches: a few batches, such as those of training, of all lengths that matter: each a tensor, a sequence of
             positional arguments, or a mapping of keyword arguments of the model (or its one argument, if it takes a
-            mapping); of a ``SentenceTransformer`` also each a list of texts; with ``loss``, anything that it takes.
-            Eight of some thousand tokens are enough. All are kept in memory (``itertools.islice`` takes a part of a
-            loader).
+            mapping); of a ``SentenceTransformer`` also a list of texts; with ``loss``, anything that it takes. Eight of
+            some thousand tokens are enough. All are kept in memory (``itertools.islice`` takes a part of a loader).
         normalize: divide the weights of each query by their sum, as ``sigmoid_attention(normalize=True)`` does. False
             is the paper's sigmoid attention, without batches only: no bias of a head brings it near to softmax.
         bias: without batches, b of every layer: a number, one of ``sigattn.nn.bias`` (copied for each layer,
@@ -109,8 +109,7 @@ def convert(
             "convert: normalize=False applies only without batches, because no bias of a head brings the paper's "
             "sigmoid attention near to softmax: leave out the batches and train the model, or leave out normalize=False"
         )
-    is_number = isinstance(max_error, (int, float)) and not isinstance(max_error, bool)
-    if max_error is not None and not (is_number and max_error > 0):
+    if max_error is not None and (max_error is True or not (isinstance(max_error, (int, float)) and max_error > 0)):
         raise ValueError(f"convert: max_error must be a positive number, got {max_error!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"convert: loss must be a function of model and batch, or None, got {loss!r}")
@@ -169,8 +168,8 @@ def _fit(
 
         fits = fit_biases(lambda attend: run(fitted_on, attend), names)
         biases = {name: fit.solve().to(device_of(model.get_submodule(name))) for name, fit in fits.items()}
-        visible_keys = {name: fit.visible_keys for name, fit in fits.items()}
-        layers = measure_layers(lambda attend: run(held_out, attend), biases, visible_keys)
+        layers = measure_layers(lambda attend: run(held_out, attend), biases)
+        layers = [replace(layer, visible_keys=fits[layer.name].visible_keys) for layer in layers]
         if not_finite := ", ".join(repr(layer.name) for layer in layers if not math.isfinite(layer.error)):
             raise ConversionError(
                 f"the attention outputs of {not_finite} are not finite: check the weights and the batches"
@@ -224,10 +223,7 @@ def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -
     except Exception as error:
         advice = ""
         if loss is None and (isinstance(batch, str) or _is_texts(batch)):
-            advice = (
-                ". A SentenceTransformer takes texts if every batch is a list of them: "
-                "[texts[i : i + 8] for i in range(0, len(texts), 8)]"
-            )
+            advice = ". A SentenceTransformer takes texts if every batch is a list of them: [texts[:8], texts[8:16], …]"
         elif loss is None and isinstance(batch, (tuple, list)) and len(batch) > 1:
             advice = ". A tuple has the arguments of one call: for pairs of inputs and targets pass loss=…"
         failure = "the model does not run" if loss is None else "loss fails"

@@ -31,21 +31,15 @@ class _LayerMeasurement:
         self.moments += torch.stack([t.sum((0, 2)) for t in (counted, y, y.square(), missed, missed.square())])
         self.squares += _squared_norms(exact, fitted)
 
-    def report(self, name: str, bias: VisibleKeysLinearBias, visible_keys: tuple[int, int]) -> LayerReport:
+    def report(self, name: str, bias: VisibleKeysLinearBias) -> LayerReport:
         count, total, square, missed, missed_square = self.moments
         variance, left = (s - t.square() / count.clamp(min=1) for s, t in ((square, total), (missed_square, missed)))
         r2 = torch.where(variance > 1e-9 * square, 1 - left / variance, torch.nan)
         heads = zip(r2.tolist(), bias.constant.tolist(), bias.slope.tolist(), strict=True)
-        return LayerReport(
-            name, tuple(HeadReport(*head) for head in heads), _relative_error(self.squares), visible_keys
-        )
+        return LayerReport(name, tuple(HeadReport(*head) for head in heads), _relative_error(self.squares))
 
 
-def measure_layers(
-    run: Callable[[Attend], object],
-    biases: Mapping[str, VisibleKeysLinearBias],
-    visible_keys: Mapping[str, tuple[int, int]],
-) -> list[LayerReport]:
+def measure_layers(run: Callable[[Attend], object], biases: Mapping[str, VisibleKeysLinearBias]) -> list[LayerReport]:
     """Return the report of each layer, on the inputs of the softmax model; ``run`` runs the held-out batches."""
     layers = {name: _LayerMeasurement(bias.num_heads) for name, bias in biases.items()}
 
@@ -62,7 +56,7 @@ def measure_layers(
         return result
 
     run(observe)
-    return [layers[name].report(name, bias, visible_keys[name]) for name, bias in biases.items()]
+    return [layers[name].report(name, bias) for name, bias in biases.items()]
 
 
 def measure_model(

@@ -83,7 +83,7 @@ class LayerReport:
     name: str
     heads: tuple[HeadReport, ...]
     error: float
-    visible_keys: tuple[int, int]
+    visible_keys: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
