@@ -42,9 +42,10 @@ _BACKWARD = (*_PROBLEM, "grad_out", "weights", "row_terms", *_GRADIENTS)
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.
 _compilation = threading.RLock()
-os.register_at_fork(
-    before=_compilation.acquire, after_in_parent=_compilation.release, after_in_child=_compilation.release
-)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(
+        before=_compilation.acquire, after_in_parent=_compilation.release, after_in_child=_compilation.release
+    )
 
 
 def saved_weights(p: Problem) -> Saved | None:
