@@ -35,7 +35,7 @@ ISAS = {
     "avx2": InstructionSet(("avx2", "fma3"), ("avx2", "AVX2", "AVX2"), ("haswell", "AVX2")),
     # without BF16 and AMX
     "avx512": InstructionSet(
-        ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
+        ("avx2", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
         ("avx512", "AVX512_CORE", "AVX512"),
         ("skylake-avx512", "AVX512"),
     ),
@@ -51,7 +51,7 @@ def is_held(name: str) -> bool:
 def hold_kernels(name: str | None) -> None:
     """Compile the kernels of "llvm" for an instruction set, in this process, before their first call; None: no change.
 
-    The default is then that of a processor with these instructions: "llvm" in float32, "blocked" in bfloat16.
+    The default backend is then that of a processor with these instructions.
     """
     if name is None or llvm.machine_unavailable() is not None:
         return
@@ -60,7 +60,7 @@ def hold_kernels(name: str | None) -> None:
     target, registers = ISAS[name].target
     held = processor.Processor(getattr(processor, registers), target)
     compilation.host_processor = lambda: held  # type: ignore[assignment,attr-defined]
-    llvm._FAST.update({torch.float32: True, torch.bfloat16: False})
+    llvm._FAST.update(llvm.defaults(dict.fromkeys(ISAS[name].needs, True)))
 
 
 def run_held(name: str, code: str, results: Path) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
     for processor, peak, note in PROCESSORS:
         registers = processor.registers
         registers = registers._replace(rows=config.rows or registers.rows, columns=config.columns or registers.columns)
-        for per_word in (1, 2) if registers.has_bf16 else (1,):
-            row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak * per_word)
+        for per_word in (1, 2):
+            row = _model(config.llvm_mca, processor._replace(registers=registers), per_word, peak)
             rows.append({**row, "note": note if per_word == 2 or not note.startswith("bfloat16") else ""})
     print_rows("multiply-adds in a cycle, by llvm-mca", rows, _COLUMNS)
     report = describe("microtiles", asdict(config)) | {"llvm-mca": version, "rows": rows}
@@ -99,14 +99,15 @@ def benchmark_microtiles(config: MicrotileBenchmark) -> dict[str, Any]:
 
 def _model(tool: str, processor: Processor, per_word: int, peak: int) -> dict[str, Any]:
     """Return a row of the table: the slower of the two functions."""
-    registers = processor.registers
+    registers = processor.registers.of_words(per_word)
+    pairs = per_word if registers.has_bf16 else 1  # multiply-adds of an element of a vector by one instruction
     machine, module = optimize(processor, per_word)
     text = machine.emit_assembly(module)
     loops = []
     for function in (f"product_{registers.rows}", f"add_product_{registers.rows}"):
         loop = _inner_loop(text, function)
         cycles, bottleneck = _simulate(tool, processor, loop)
-        rate = len(_MULTIPLY_ADD.findall(loop)) * registers.lanes * per_word / cycles
+        rate = len(_MULTIPLY_ADD.findall(loop)) * registers.lanes * pairs / cycles
         loops.append((rate, len(_STACK.findall(loop)), bottleneck))
     rate, stack, bottleneck = min(loops)
     return {
@@ -115,7 +116,7 @@ def _model(tool: str, processor: Processor, per_word: int, peak: int) -> dict[st
         "rows": registers.rows,
         "columns": registers.columns,
         "multiply_adds": rate,
-        "of_peak": rate / peak,
+        "of_peak": rate / (peak * pairs),
         "stack": stack,
         "bottleneck": bottleneck,
     }

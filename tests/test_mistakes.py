@@ -76,7 +76,7 @@ def mistake(arguments, code, message, capsys, main=cli.main):
         (f"{TINY} --task.end-token 256", "end_token must be below the vocabulary of 256, got 256"),
         (f"{TINY} --workers -1", "workers must be at least 0, got -1"),
         (f"{TINY} --workers 7", "workers=7 is for folders of images"),
-        (f"{TINY} --model.num-heads 5", "num_heads must divide embed_dim, and num_kv_heads num_heads, got embed_dim=64"),
+        (f"{TINY} --model.num-heads 5", "num_heads must divide embed_dim, and num_kv_heads num_heads, got embed_dim="),
         ("train lm-2b", "no recipe is called 'lm-2b'; sigattn recipes lists them"),
         ("recipes lm-2b", "no recipe is called"),
         ("train vit-byol", "train its tiny form on handwritten digits (--data, --tiny)"),

@@ -18,7 +18,7 @@ from benchmarks.parts import PARTS
 from benchmarks.provenance import BenchmarkError
 from sigattn.nn import Attention, VisibleKeysLinearBias
 from sigattn.ops import llvm
-from sigattn.ops.llvm.processor import AVX2, NEON, Processor
+from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor
 from sigattn.ops.triton import tuning
 from sigattn.train import loop
 from tests.test_mistakes import DATA, USAGE, mistake
@@ -163,7 +163,6 @@ def test_models_of_steps_differ_in_the_attention_only(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2"), reason="needs AVX2")
 def test_results_of_an_instruction_set_are_of_a_process_that_is_held_to_it(tmp_path, monkeypatch):
-    # in bfloat16 the default backend compiles no kernels
     report = run("cpu", tmp_path, compiled=False, matmul=False, isa="avx2", dtypes=("bfloat16",), backends=())
     assert report["configuration"]["isa"] == "avx2"
     assert report["device"].endswith("(AVX2)")
@@ -172,9 +171,11 @@ def test_results_of_an_instruction_set_are_of_a_process_that_is_held_to_it(tmp_p
 
         monkeypatch.setattr(compilation, "host_processor", None)
         monkeypatch.setattr(llvm, "_FAST", {})
-        isa.hold_kernels("avx2")
-        assert compilation.host_processor() == Processor(AVX2, "haswell")
-        assert {torch.float32: True, torch.bfloat16: False} == llvm._FAST
+        processors = {"avx512": Processor(AVX512, "skylake-avx512"), "avx2": Processor(AVX2, "haswell")}
+        for name, processor in processors.items():
+            isa.hold_kernels(name)
+            assert compilation.host_processor() == processor
+            assert {torch.float32: True, torch.bfloat16: name == "avx2"} == llvm._FAST
 
 
 def test_memory_of_packed_keys_and_tiles():
@@ -193,16 +194,28 @@ echo '  - Data Dependencies:  [ 98.00% ]'
 
 
 def test_rates_of_microtiles(tmp_path, monkeypatch):
-    """6 multiply-adds of 4 lanes in 1,200 / 200 cycles."""
+    """6 multiply-adds of 4 lanes in 1,200 / 200 cycles; bfloat16 is widened, and multiplied as 12."""
     tool = tmp_path / "llvm-mca"
     tool.write_text(LLVM_MCA.format(folder=tmp_path))
     tool.chmod(0o755)
     processor = Processor(NEON, "neoverse-n1", triple=microtiles.ARM)
     monkeypatch.setattr(microtiles, "PROCESSORS", ((processor, 32, ""),))
     config = microtiles.MicrotileBenchmark(rows=2, columns=3, llvm_mca=str(tool), results=tmp_path / "results.json")
-    (row,) = microtiles.benchmark_microtiles(config)["rows"]
+    row, widened = microtiles.benchmark_microtiles(config)["rows"]
     assert (row["multiply_adds"], row["of_peak"], row["stack"], row["bottleneck"]) == (4.0, 0.125, 0, "V1UnitV0")
-    assert (tmp_path / "loop.s").read_text().count("fmla") == 6
+    assert (widened["multiply_adds"], widened["of_peak"]) == (8.0, 0.25)
+    assert (tmp_path / "loop.s").read_text().count("fmla") == 12
+
+
+@pytest.mark.parametrize("name", ["haswell", "skylake-avx512", "neoverse-n1"])
+def test_registers_hold_a_microtile_of_widened_bfloat16(name):
+    microtiles.binding.initialize_all_targets()
+    microtiles.binding.initialize_all_asmprinters()
+    processor = next(processor for processor, *_ in microtiles.PROCESSORS if processor.name == name)
+    machine, module = microtiles.optimize(processor, per_word=2)
+    text, rows = machine.emit_assembly(module), processor.registers.of_words(2).rows
+    for function in ("product", "add_product"):
+        assert not microtiles._STACK.search(microtiles._inner_loop(text, f"{function}_{rows}"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import functools
 import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
-_PROCESSOR = torch.cpu.get_capabilities()
 # Features of processors, and whether the kernels are the default there. For each dtype the first row whose feature the
 # processor has decides; without one they are not. The comments say what was executed and measured (docs/log.md).
 _DEFAULTS = (
@@ -26,14 +27,22 @@ _DEFAULTS = (
     (torch.float32, "neon", True),  # ARM: executed in emulation, 0.99 of the peak in a model of its cores
     (torch.bfloat16, "amx_bf16", False),  # not executed; oneDNN's products use matrix units, which vectors cannot match
     (torch.bfloat16, "avx512_bf16", True),  # executed on Zen 4 and Zen 5: faster than "blocked"
-    (torch.bfloat16, "avx2", False),  # executed on Zen 3: "blocked" takes 0.7 of the time from 256 tokens on
-    (torch.bfloat16, "neon", False),  # ARM: executed in emulation; its matrix units (BFMMLA) are oneDNN's
+    (torch.bfloat16, "avx512_f", False),  # not measured since its microtile fits the registers
+    (torch.bfloat16, "avx2", True),  # executed on Zen 3: faster than "blocked" at every length
+    (torch.bfloat16, "neon", False),  # as with AVX-512 alone, and in emulation; oneDNN has matrix units (BFMMLA)
 )
-_FAST = {
-    dtype: sys.platform == "linux"  # elsewhere the kernels have not been executed
-    and next((fast for kind, feature, fast in _DEFAULTS if kind is dtype and _PROCESSOR.get(feature)), False)
-    for dtype in (torch.float32, torch.bfloat16)
-}
+
+
+def defaults(features: Mapping[str, Any]) -> dict[torch.dtype, bool]:
+    """Return for each dtype whether the kernels are the default on a processor with some features."""
+    return {
+        dtype: sys.platform == "linux"  # elsewhere the kernels have not been executed
+        and next((fast for kind, feature, fast in _DEFAULTS if kind is dtype and features.get(feature)), False)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+_FAST = defaults(torch.cpu.get_capabilities())
 
 
 def _attend(problem: Problem, result: Result) -> None:

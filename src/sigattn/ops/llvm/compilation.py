@@ -18,7 +18,7 @@ def compile_kernels(per_word: int) -> tuple[Any, Any, Registers]:
         library.export_symbol(name)
     try:
         jit = binding.create_lljit_compiler(processor.target_machine(), use_jit_link=True)
-        return jit, library.link(jit, "sigattn"), processor.registers
+        return jit, library.link(jit, "sigattn"), processor.registers.of_words(per_word)
     except RuntimeError as error:
         version = ".".join(map(str, binding.llvm_version_info))
         raise RuntimeError(
@@ -36,7 +36,7 @@ def compile_object(processor: Processor, per_word: int, level: int = 3) -> bytes
 def optimize(processor: Processor, per_word: int, level: int = 3) -> tuple[Any, Any]:
     """Return LLVM's description of a processor, and the module of the kernels optimised for it (level: 0 to 3)."""
     machine = processor.target_machine()
-    module = binding.parse_assembly(str(make_module(processor.registers, per_word)))
+    module = binding.parse_assembly(str(make_module(processor.registers.of_words(per_word), per_word)))
     options = binding.create_pipeline_tuning_options(speed_level=level)
     # the kernels are vectors already, and unrolled as far as there are registers
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False

@@ -12,7 +12,7 @@ class Registers(NamedTuple):
     """Vector registers of a processor, and the microtile that they hold."""
 
     lanes: int  # numbers of float32 in a vector
-    rows: int  # of a microtile, even
+    rows: int  # of a microtile, even; see of_words
     columns: int  # vectors in a row of a microtile
     has_bf16: bool = False  # instructions multiply, add and round bfloat16 (AVX512-BF16, or BF16 of ARM)
     by_element: bool = False  # instructions multiply a vector by an element of another (NEON)
@@ -21,6 +21,13 @@ class Registers(NamedTuple):
     def tile(self) -> int:
         """Columns of a microtile."""
         return self.lanes * self.columns
+
+    def of_words(self, per_word: int) -> "Registers":
+        """Return them with the microtile for words of one float32 or two bfloat16.
+
+        Without instructions for bfloat16, widened factors take registers, and sums of more than 4 rows would spill.
+        """
+        return self if per_word == 1 or self.has_bf16 else self._replace(rows=min(self.rows, 4))
 
 
 AVX512_BF16 = Registers(lanes=16, rows=6, columns=4, has_bf16=True)  # 32 registers
