@@ -82,7 +82,7 @@ def test_output_and_gradients_match_the_formula(compile_for, processor, number):
         check(served(case), "llvm")
 
 
-# blocks of queries, in several runs, and of keys, head sizes of several microtiles, query heads that share a key head
+# blocks and groups of queries and of keys, head sizes of several microtiles, query heads that share a key head
 TILES = ((1, 1, 2, 391, 270, 80, 144), (1, 2, 391, 1), True, "length first")
 # more threads than heads: keys are divided, and queries, because the memory for the gradients of each split is limited
 SPLITS = ((1, 2, 1, 203, 203, 16, 16), (1, 2, 203, 1), False, "contiguous")
@@ -94,7 +94,7 @@ SPLITS = ((1, 2, 1, 203, 203, 16, 16), (1, 2, 203, 1), False, "contiguous")
         (TILES, 2, torch.float32, False, None, 10**6),
         (TILES, 2, torch.float32, True, (130, 40), 0),
         (TILES, 1, torch.float32, True, None, 0),
-        (TILES, 2, torch.bfloat16, True, (130, 40), 10**6),
+        (TILES, 1, torch.bfloat16, True, (130, 40), 10**6),
         (SPLITS, 7, torch.float32, True, None, 0),
         (SPLITS, 2, torch.bfloat16, True, None, 0),
         (SPLITS, 2, torch.float32, True, None, 10**6),
@@ -103,7 +103,8 @@ SPLITS = ((1, 2, 1, 203, 203, 16, 16), (1, 2, 203, 1), False, "contiguous")
 )
 def test_sizes_that_cross_tiles_and_splits(sizes, threads, dtype, causal, window, most_saved, monkeypatch):
     monkeypatch.setattr(calls, "MAX_SAVED", most_saved)
-    for name, limit in {"_ONE_THREAD": 0, "_SUMS": 0}.items() if sizes is SPLITS else {"_QUERIES": 1 << 17}.items():
+    limits = {"_ONE_THREAD": 0, "_SUMS": 0} if sizes is SPLITS else {"_QUERIES": 1 << 17, "_KEYS": 64}
+    for name, limit in limits.items():
         monkeypatch.setattr(plan, name, limit)
     shape, bias, lengths, layout = sizes
     case = Case(shape, dtype, causal, None, window, bias, None, "sides", lengths, layout, 5)
@@ -125,7 +126,7 @@ def test_memory_of_a_long_sequence(dtype):
     found = plan.make_plan(calls.kernels(dtype), 2, shape, shape, None, -1, -1, 0)
     sums = found.args.splits * found.args.part_size * 64 * 4
     assert sum(found.forward.values()) <= 17 << 20
-    assert sum(found.backward.values()) + sums <= (5 if dtype is torch.float32 else 40) << 20
+    assert sum(found.backward.values()) + sums <= (3 if dtype is torch.float32 else 36) << 20
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)

@@ -43,6 +43,8 @@ class KernelArguments(Structure):
         ("splits", c_int64),  # parts of a head's keys in the backward pass, a task for each
         ("part_size", c_int64),  # largest number of queries in a run of the kernel "backward" …
         ("first_query", c_int64),  # … and the first of them
+        ("query_group", c_int64),  # queries of a run that the kernel "backward" multiplies with …
+        ("key_group", c_int64),  # … so many keys of a split before the next ones
         ("packs_keys", c_int64),  # 1 if the kernel "forward" packs the keys itself
         ("bias_value", c_float),  # the bias if it is a number; ``bias`` points here
         ("dropout", c_int64),  # 1 with dropout
@@ -79,8 +81,8 @@ class KernelArguments(Structure):
         # results before they are rounded or added, float32; the last three are for splits > 1, else for splits = 1
         ("out_sums", c_void_p),  # (W, FORWARD_ROWS, value_dim)
         ("grad_query_sums", c_void_p),  # (splits, B, H, part_size, head_dim), else (W, heads_per_kv, part_size, …)
-        ("grad_key_sums", c_void_p),  # (B, Hkv, M, head_dim), else (W, tile, head_dim)
-        ("grad_value_sums", c_void_p),  # (B, Hkv, M, value_dim), else (W, tile, value_dim)
+        ("grad_key_sums", c_void_p),  # (B, Hkv, M, head_dim), else (W, key_group, head_dim)
+        ("grad_value_sums", c_void_p),  # (B, Hkv, M, value_dim), else (W, key_group, value_dim)
         ("score_sums", c_void_p),  # float32, (splits, B, H, N, 3)
         ("weight_sums", c_void_p),  # float32, (B, H, N, 2): sum of each row's weights, and its lift, 0
         ("small_sum", c_void_p),  # ``has_small_sum``

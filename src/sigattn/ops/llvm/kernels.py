@@ -147,17 +147,28 @@ class _Kernels(Copies):
                 head = kv_head * group + index
                 self.pair(b, args.query.head(sample, head)[first:], args.head_dim, num_rows, query_pairs)
                 self.pair(b, args.grad_out.head(sample, head)[first:], args.value_dim, num_rows, grad_out_pairs)
-        with b.loop(split * tile, args.m, args.splits * tile) as column:
+        step = args.splits * args.key_group
+        with (
+            b.loop(split * tile, args.m, step) as first_key,
+            b.loop(0, num_rows, args.query_group) as first_row,
+            b.loop(first_key, b.minimum(args.m, first_key + step), args.splits * tile) as column,
+        ):
+            last_row = b.minimum(num_rows, first_row + args.query_group)
+            offset = column - first - args.query_offset  # of the first key to the first query
+            start = b.round_down(b.maximum(offset - args.right, 0), self.registers.rows)
+            start = b.maximum(start, first_row)
+            stop = b.minimum(last_row, self.round_up(offset + tile + args.left, self.registers.rows))
             existing, count = b.minimum(args.m - column, tile), b.minimum(length - column, tile)
             key_result = args.grad_key.head(sample, kv_head, self.element)[column:]
             value_result = args.grad_value.head(sample, kv_head, self.element)[column:]
-            row_of_sums = b.select(is_only, args.worker * tile, kv_number * args.m + column)
+            row_of_worker = args.worker * args.key_group + (column - first_key)
+            row_of_sums = b.select(is_only, row_of_worker, kv_number * args.m + column)
             grad_key = self.sums(key_result, args.grad_key_sums, row_of_sums, args.head_dim)
             grad_value = self.sums(value_result, args.grad_value_sums, row_of_sums, args.value_dim)
-            with b.when(first == 0):
+            with b.when(first + first_row == 0):
                 self.clear_rows(b, grad_key, existing, args.head_dim)
                 self.clear_rows(b, grad_value, existing, args.value_dim)
-            with b.when(count > 0):
+            with b.when((count > 0) & (start < stop)):
                 with b.when(args.saves == 0):
                     self.pack(b, key[column:], size, tile, existing, keys)
                 self.pack(b, value[column:], width, tile, existing, values)
@@ -173,9 +184,6 @@ class _Kernels(Copies):
                     saved = self._saved_weights(args, number)[first:]
                     score_sums = Matrix(args.score_sums, 3)[(split_number * group + index) * args.n + first :]
                     _, grad_query, query_pairs, grad_out_pairs = of_query_head(index)
-                    offset = column - first - args.query_offset  # of the first key to the first query
-                    start = b.round_down(b.maximum(offset - args.right, 0), self.registers.rows)
-                    stop = b.minimum(num_rows, self.round_up(offset + tile + args.left, self.registers.rows))
                     with b.loop(start, stop, BACKWARD_ROWS) as block:
                         block_size = b.minimum(stop - block, BACKWARD_ROWS)
                         for i, rows in b.groups(block_size, self.registers.rows):
@@ -224,7 +232,7 @@ class _Kernels(Copies):
                             ):
                                 self.add_product(b, rows, Matrix(left + i, 1), tile, *factor, grad[i:], columns)
             if self.per_word == 2:
-                with b.when(first + num_rows == args.n):
+                with b.when(first + last_row == args.n):
                     self.round_rows(b, grad_key, existing, args.head_dim, key_result)
                     self.round_rows(b, grad_value, existing, args.value_dim, value_result)
         if self.per_word == 2:

@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from sigattn.ops.llvm.calls import Kernels
 
 _LINE = 64  # bytes of a cache line, and of the widest vector
+_SLACK = 4096  # bytes with which freed memory is large enough for a tensor of the same size, which glibc aligns
 # multiplications of a product below which one thread is faster than waking another, which may wait for a core
 _ONE_THREAD = 1 << 18
 # bytes for the gradients that each split of the keys has of its own, of as many queries at a time as fit
-_SUMS = 4 << 20
-# bytes of Q, dO and dQ of a key head in a run of the backward pass, which reads them again for each tile of keys: with
-# those of 8,192 tokens, which the cache does not hold, it took 1.3 times as long (Zen 1)
+_SUMS = 2 << 20
+# bytes of Q, dO and dQ of a key head that the backward pass multiplies with a group of keys. It reads them again for
+# each tile: with those of 8,192 tokens, which the cache does not hold, it took 1.3 (Zen 1) to 1.6 times as long (Zen 3)
 _QUERIES = 3 << 19
+_KEYS = 1024  # of a group
 
 
 class Plan(NamedTuple):
@@ -50,10 +52,9 @@ def make_plan(
     if splits > 1:
         fitting = _SUMS // (splits * batch * heads * head_dim * 4)
         args.part_size = min(args.part_size, round_up(max(fitting, BACKWARD_ROWS), kernels.rows))
-    elif per_word == 1:  # bfloat16 would need memory for the sums of all keys between the runs
-        rows = n if UNLIMITED in (left, right) else min(n, left + right + 1)  # that see a key
-        runs = -(-rows * (heads // kv_heads) * (2 * head_dim + value_dim) * 4 // _QUERIES)
-        args.part_size = round_up(-(-n // runs), kernels.rows)
+    rows = n if UNLIMITED in (left, right) else min(n, left + right + 1)  # that see a key
+    groups = -(-rows * (heads // kv_heads) * (2 * head_dim + value_dim) * 4 // _QUERIES)
+    args.query_group, args.key_group = round_up(-(-n // groups), kernels.rows), tile if groups == 1 else _KEYS
 
     # rows of memory (``arguments``)
     tiles, parts = threads * tile, threads * heads // kv_heads * args.part_size
@@ -63,13 +64,15 @@ def make_plan(
     backward = {"packed_keys": tiles * head_dim * itemsize, "packed_values": tiles * value_dim * itemsize}
     if per_word == 2:
         forward |= {"value_pairs": packed * value_dim * 2, "out_sums": threads * FORWARD_ROWS * value_dim * 4}
-        sums = tiles if splits == 1 else batch * kv_heads * m
+        sums = threads * args.key_group if splits == 1 else batch * kv_heads * m
         backward |= {"grad_key_sums": sums * head_dim * 4, "grad_value_sums": sums * value_dim * 4}
         backward |= {"key_pairs": tiles * head_dim * 2}
         backward |= {"query_pairs": parts * head_dim * 2, "grad_out_pairs": parts * value_dim * 2}
         if splits == 1:
             backward |= {"grad_query_sums": parts * head_dim * 4}
-    forward, backward = ({name: round_up(size, _LINE) for name, size in sizes.items()} for sizes in (forward, backward))
+    forward, backward = (
+        {name: round_up(size, _LINE) + _SLACK for name, size in sizes.items()} for sizes in (forward, backward)
+    )
     return Plan(args, forward, backward, threads)
 
 
