@@ -105,14 +105,14 @@ def test_inputs_changed_in_place_are_found(backend):
         out.sum().backward()
 
 
-LENGTHS = range(500, 700, 10)
+LENGTHS = range(500, 1500, 50)
 # most shapes for these 20 lengths, and the option; without padding each length has shapes of its own
 OPTIONS = {
-    "plain": (60, lambda n: {}),
-    "key_lengths": (60, lambda n: {"key_lengths": torch.tensor([n // 2 + 1])}),
-    "bool mask": (60, lambda n: {"attn_mask": torch.ones(n, n, dtype=torch.bool)}),
-    "causal": (370, lambda n: {"is_causal": True}),
-    "window": (190, lambda n: {"window": (n // 9, 0)}),
+    "plain": (90, lambda n: {}),
+    "key_lengths": (90, lambda n: {"key_lengths": torch.tensor([n // 2 + 1])}),
+    "bool mask": (90, lambda n: {"attn_mask": torch.ones(n, n, dtype=torch.bool)}),
+    "causal": (360, lambda n: {"is_causal": True}),
+    "window": (130, lambda n: {"window": (n // 9, 0)}),
 }
 
 

@@ -53,13 +53,13 @@ def has_bfloat16_products() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def padded(length: int) -> int:
-    """Return the number of rows to compute for ``length`` rows in bfloat16.
+def padded(length: int, per_octave: int = 32) -> int:
+    """Return the number of rows in bfloat16 for ``length`` rows: one of ``per_octave`` numbers in each octave.
 
-    oneDNN compiles a bfloat16 product for each shape, and keeps the last thousand, up to a megabyte each. Padding
-    leaves few shapes.
+    oneDNN compiles a bfloat16 product for each shape and its strides, and keeps the last thousand, up to a megabyte
+    each. Padding leaves few shapes.
     """
-    multiple = 1 << max(length.bit_length() - 6, 4)  # at most 32 lengths per octave
+    multiple = 1 << max(length.bit_length() - per_octave.bit_length(), 4)
     return -(-length // multiple) * multiple
 
 
@@ -107,6 +107,8 @@ def choose_tiles(problem: Problem, weights: Tensor, outer: int) -> Tiling:
             size = p.mask_tiles.shape[1 + outer]
             side = math.gcd(min(side, size), size)
     rows, columns = (side, long) if outer == 0 else (long, side)
+    if dtype is torch.bfloat16 and has_window and not is_whole and p.mask_table is None:
+        n, m = padded(n, 2), padded(m, 2)  # of rows in memory, which determine the strides of all tiles' operands
     return Tiling(dtype, n, m, samples, together, rows, columns, is_whole, is_saved)
 
 
@@ -227,6 +229,7 @@ class Tiles:
             before = after = UNLIMITED
         axes = (p.query.shape[2], t.num_queries, t.rows), (p.key.shape[2], self.num_keys, t.columns)
         (length, end, side), (inner_length, inner_end, inner_side) = axes[outer], axes[1 - outer]
+        end, inner_end = min(end, padded(length)), min(inner_end, padded(inner_length))
         if self.blocks is not None:
             table = (self.blocks.table != HIDDEN).flatten(0, 1).any(0).cpu()
             table = table if outer == 0 else table.T
