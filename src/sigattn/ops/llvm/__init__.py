@@ -27,9 +27,9 @@ _DEFAULTS = (
     (torch.float32, "neon", True),  # ARM: executed in emulation, 0.99 of the peak in a model of its cores
     (torch.bfloat16, "amx_bf16", False),  # not executed; oneDNN's products use matrix units, which vectors cannot match
     (torch.bfloat16, "avx512_bf16", True),  # executed on Zen 4 and Zen 5: faster than "blocked"
-    (torch.bfloat16, "avx512_f", False),  # not measured since its microtile fits the registers
+    (torch.bfloat16, "avx512_f", False),  # not at hand, and not measured since its sums stay in registers
     (torch.bfloat16, "avx2", True),  # executed on Zen 3: faster than "blocked" at every length
-    (torch.bfloat16, "neon", False),  # as with AVX-512 alone, and in emulation; oneDNN has matrix units (BFMMLA)
+    (torch.bfloat16, "neon", False),  # ARM: as above, executed in emulation; its matrix units (BFMMLA) are oneDNN's
 )
 
 
